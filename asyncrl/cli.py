@@ -239,6 +239,8 @@ def join(
     """Start a generator on this machine that serves a live run until the run ends; Ctrl-C leaves, and the run continues."""
     from asyncrl.control.join import exec_join
 
+    if model and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: there is no config.json in it, so it is no model's folder")
     own = [f"generate.model_folder={json.dumps(str(model.resolve()))}"] if model else []
     exec_join("" if address else str(_newest(folder)), address, str(keys.resolve()) if keys else "", (*overrides, *own))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import os
 import platform
 import shutil
@@ -598,7 +599,7 @@ class Run(RunClient):
             for pattern in ("ledger.sqlite*", EVAL_FILE, EVENTS_FILE, "seconds*.jsonl", "spans*.jsonl", "metrics.jsonl"):
                 for path in self.run_folder.glob(pattern):
                     path.unlink()
-            for name in ("model", RECORD_FOLDER, MEMORY_FOLDER, "revisions", "tensorboard"):
+            for name in ("model", RECORD_FOLDER, MEMORY_FOLDER, "revisions", "tensorboard", "wandb"):
                 shutil.rmtree(self.run_folder / name, ignore_errors=True)
         try:
             self._config_before = config_file.read_text(encoding="utf-8") if self._resumed and config_file.exists() else ""
@@ -677,10 +678,12 @@ def _full_disk(run_folder: Path) -> str:
 
 
 def _last_words(run_folder: Path, after: int = 0) -> tuple[str, str]:
-    """Return the controller's own one-line error after a byte position of its log; or, without one, the log's last lines."""
+    """Return the controller's own error after a byte position of its log; or, without one, the log's last lines."""
     log = run_folder / CONTROLLER_LOG
     lines = log.read_bytes()[after:].decode(errors="replace").splitlines()[-200:] if log.exists() else []
-    errors = [line for line in lines if line.startswith("asyncrl: ") or " CRITICAL " in line]
+    errors = [place for place, line in enumerate(lines) if line.startswith("asyncrl: ") or " CRITICAL " in line]
     if errors:
-        return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2], ""
+        first, *rest = lines[errors[-1] :]
+        more = itertools.takewhile(lambda line: line.startswith(" "), rest)  # an error's further lines are indented
+        return "\n".join([first.removeprefix("asyncrl: ").rpartition(" | ")[2], *more]), ""
     return "", "".join(f"{line}\n" for line in (f"the end of {log} is", *lines[-12:])) if lines else ""

@@ -57,6 +57,8 @@ class GroupStream:
             raise ConfigError(f"prompts must be several, as a list: [prompt]; got {prompts!r}")
         self._run, self._size, self._max_new_tokens = run, size, max_new_tokens
         self._window, self._is_over, self._say_after_s, self._is_followed = window, is_over, say_after_s, is_followed
+        self.make_room: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Called before groups are requested."""
         self._name = uuid.uuid4().hex
         self.num_given = 0
         """Number of prompts whose group was given or left out."""
@@ -111,15 +113,19 @@ class GroupStream:
         Raises:
             RunError: As `RunClient.progress`.
         """
-        if (asked := self._asked()) is not None:
+        if (asked := await self._asked()) is not None:
             async with contextlib.aclosing(self._run.progress(asked)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def close(self) -> None:
-        """Release every untrained group of the stream; it is completed even if the caller is cancelled meanwhile."""
+    async def close(self, first: int = 0) -> None:
+        """Release every untrained group of the stream; it is completed even if the caller is cancelled meanwhile.
+
+        Args:
+            first: Number of the first prompt whose group is released; groups of earlier prompts are kept.
+        """
         try:
-            await to_its_end(self._run.release(Released(self._name)))
+            await to_its_end(self._run.release(Released(self._name, first=first)))
         except RunError as error:
             log.debug("a stream's groups are not released: %s", error)  # the run is over, and all of them with it
 
@@ -127,7 +133,7 @@ class GroupStream:
         """Wait for the next prompt's group; return the prompt's number and the group's result. None: no more prompts."""
         async with self._reading:
             if not self._given:
-                if (asked := self._asked()) is None:
+                if (asked := await self._asked()) is None:
                     return None
                 saying = asyncio.get_running_loop().create_task(self._say_what_is_held(), name="stream")
                 try:
@@ -138,8 +144,10 @@ class GroupStream:
                 self._unsaid.clear()
             return self._waiting.popleft().number, self._given.popleft()
 
-    def _asked(self) -> GroupsAsked | None:
+    async def _asked(self) -> GroupsAsked | None:
         """Return the request for groups not given yet, filled with new prompts up to the window; None: nothing to request."""
+        if self.make_room is not None:
+            await self.make_room()
         for number, prompt in itertools.islice(self._prompts, self._window - len(self._waiting)):
             one = _as_prompt(prompt, f"{self._name}/{number}")
             self._waiting.append(GroupAsked(number, one, self._size, self._max_new_tokens, self._is_followed))
@@ -154,7 +162,7 @@ class GroupStream:
             status = await self._run.status()
             if CALLER_HOLDS in status.waiting and not status.groups["taken"]:
                 held = "are neither trained nor released, and hold every place under buffer.max_staleness"
-                ahead = "if another stream or `batches()` of this program generated them ahead, read and train that, or leave it"
+                ahead = "if another stream of this program generated them ahead, read and train that, or leave it"
                 log.warning(
                     "nothing is generated: %d groups %s; train some, or `release` them; %s", status.groups["ready"], held, ahead
                 )

@@ -42,7 +42,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -57,13 +57,14 @@ from asyncrl.config.places import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch import process_main as process
 from asyncrl.control.launch.process_main import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, imports_without_gc, leave
-from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
+from asyncrl.errors import AsyncRLError, LedgerError
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.task import warm_start_examples
-from asyncrl.transport.protocol import Connection, Lane, new_hello
+from asyncrl.transport.protocol import Connection, new_hello
+from asyncrl.transport.stage import telling_from_threads
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
 
@@ -161,40 +162,19 @@ def _ledger_failed(error: LedgerError) -> None:
 # -- the stages ----------------------------------------------------------------------------------------------------------
 
 
-async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
+async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> bool:
+    """Run a generator; return False if its connection closed before Shutdown arrived."""
     from asyncrl.generate.worker import GeneratorWorker
 
     # If cores are scarce the learner goes first: while it works generation is ahead; while it waits generators have all cores.
     os.nice(NICENESS)
     if config.learner.fake_step_s is not None or config.generate.engine.replays:  # it holds no weights
-        await GeneratorWorker(config, run_folder, connection, clock, _no_weights, name).run()
-        return
-    from asyncrl.weights.media.learner_memory import HybridSubscriber
-    from asyncrl.weights.media.registry import receiver_of
-    from asyncrl.weights.subscriber import Subscriber
-    from asyncrl.weights.tensors import DeferredTensors
+        return await GeneratorWorker(config, run_folder, connection, clock, _no_weights, name).run()
+    from asyncrl.weights.subscriber import open_source
 
     _hold_to_share(config, getattr(config.generate.engine, "device", "cpu"), of_learner=False)
-    receiver = receiver_of(config.broadcast.medium, run_folder)
-    subscriber: Subscriber | HybridSubscriber | None = None
-    if isinstance(config.broadcast.medium, SharedStorageMedium):
-        subscriber = HybridSubscriber(run_folder, getattr(config.generate.engine, "device", "cpu"))
-    elif receiver is None:
-        subscriber = Subscriber(config.broadcast, run_folder)
-
-    async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:
-        if not available.manifest.total_bytes:
-            return {}
-        if subscriber is not None:
-            return await subscriber.fetch(available)
-        assert receiver is not None
-        return DeferredTensors(available, *receiver)
-
-    try:
-        await GeneratorWorker(config, run_folder, connection, clock, fetch_weights, name).run()
-    finally:
-        if subscriber is not None:
-            subscriber.close()
+    with contextlib.closing(open_source(config, run_folder)) as source:
+        return await GeneratorWorker(config, run_folder, connection, clock, source.fetch, name).run()
 
 
 async def _no_weights(_: WeightsAvailable) -> Mapping[str, Any]:
@@ -212,30 +192,11 @@ def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
         hold_to_share(device, learner_share if of_learner else generator_share, budget_bytes)
 
 
-@contextlib.asynccontextmanager
-async def _announcements(connection: Connection) -> AsyncIterator[Callable[[WeightsAvailable], None]]:
-    """Yield a function, callable from any thread, that announces a version to the controller."""
-    loop, published = asyncio.get_running_loop(), asyncio.Queue[WeightsAvailable]()
-
-    async def tell_controller() -> None:
-        with contextlib.suppress(ConnectionClosed):
-            while True:
-                await connection.send(await published.get(), Lane.CONTROL)
-
-    def announce(available: WeightsAvailable) -> None:
-        loop.call_soon_threadsafe(published.put_nowait, available)
-
-    async with asyncio.TaskGroup() as group:
-        telling = group.create_task(tell_controller(), name="announcements")
-        yield announce
-        telling.cancel()
-
-
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
     if config.learner.fake_step_s is not None:
         from asyncrl.learner.fake import FakeLearner
 
-        async with _announcements(connection) as announce:
+        async with telling_from_threads(connection) as announce:
             await FakeLearner(config, run_folder, connection, clock, announce).run()
         return
     from asyncrl.learner.ranks.group import RankLauncher
@@ -251,7 +212,7 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
         return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
 
     loop = asyncio.get_running_loop()
-    async with _announcements(connection) as announce:
+    async with telling_from_threads(connection) as announce:
         publisher: HybridPublisher | Publisher
         if isinstance(config.broadcast.medium, SharedStorageMedium):
             publisher = HybridPublisher(config.broadcast, run_folder, announce, clock)
@@ -289,7 +250,7 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
             import_module("asyncrl.generate.vllm.launch").import_vllm()
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
-    work: Awaitable[None]
+    work: Awaitable[object]
     try:
         if kind == "generator":
             work = _generator(config, run_folder, connection, clock, name)
@@ -310,19 +271,29 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
 
 async def join_run(request: JoinRequest, clock: Clock) -> int:
-    """Run a generator for an existing run, until the run ends or a signal says to leave; return the exit code."""
+    """Run a generator for an existing run, until the run ends or a signal says to leave; return the exit code.
+
+    It is EXIT_FAILED if the run dismissed this generator, or the connection to it was lost.
+    """
     from asyncrl.control.join import joined, serve_until_told
     from asyncrl.control.placement.limits import as_joined, keep_to_own_cores
 
     with imports_without_gc():
-        import_module("asyncrl.generate.worker")
+        # Before it connects, as in `run_stage`; what the run needs is not known yet, so these are for every run with weights.
+        for module in ("asyncrl.generate.worker", "asyncrl.weights.subscriber", "asyncrl.residency.device"):
+            import_module(module)
     async with joined(request, os.getpid(), ENDPOINT_FILE) as here:
         process.set_up_logging(here.name, here.config.observe.log_level)
         config = as_joined(here.config, on_same_machine=here.is_on_same_machine)
         keep_to_own_cores(config)
         log.info("joined the run %s as %s; Ctrl-C leaves it", config.name, here.name)
-        work = _generator(config, here.run_folder, here.connection, clock, here.name)
-        return await serve_until_told(process.run_to_exit_code(work, here.name, here.connection))
+        was_told_to_end = list[bool]()
+
+        async def work() -> None:
+            was_told_to_end.append(await _generator(config, here.run_folder, here.connection, clock, here.name))
+
+        code = await serve_until_told(process.run_to_exit_code(work(), here.name, here.connection))
+        return EXIT_FAILED if was_told_to_end == [False] else code
 
 
 def run_rank(rank: int, run_folder: Path, address: str) -> int:

@@ -162,10 +162,13 @@ class Session:
         self._last: StepResult | None = None
         self._is_told = True
         """Whether the run knows of the newest step."""
+        self._prompts: PromptSequence | None = None
+        """Those of the config's task."""
         self._own: GroupStream | None = None
-        """The stream of the config's task."""
-        self._first_prompt = self._next_prompt = 0
-        """Positions in the config's task: where this session began, and after the last trained prompt, where a resume begins."""
+        """The stream of these prompts; None: `take` opens it."""
+        self._first_prompt = self._after_taken = self._next_prompt = 0
+        """Positions in the config's task: where its stream began, and after the last taken and the last trained prompt. A resume
+        begins at the last of them."""
         self._behind: dict[int, int] = {}
         """By group id, for each untrained group of the task: the position after its prompt."""
         self._taking = asyncio.Lock()
@@ -196,6 +199,7 @@ class Session:
             if self._publisher is not None:
                 leaving.push_async_callback(asyncio.to_thread, self._publisher.close)
             leaving.push_async_callback(self._end_gathering)
+            leaving.callback(setattr, self, "_is_open", False)
             try:
                 if self._is_open:
                     await self.save()
@@ -205,12 +209,13 @@ class Session:
                 log.warning("version %d is not saved: %s", self.version, failed)
 
     async def _end_gathering(self) -> None:
-        self._is_open = False
-        if (coming := self._coming) is not None:
+        """Stop to gather the groups of the next `take`; those that arrived are in `_gathered` then."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
             coming.cancel()
             await asyncio.wait([coming])
-            if not coming.cancelled():
-                coming.exception()  # looked at: the run says it too
+            if not coming.cancelled() and coming.exception() is None:  # an exception is looked at: the run says it too
+                self._gathered = coming.result()
 
     async def _start(self) -> None:
         loop, folder, config = asyncio.get_running_loop(), self.run.run_folder, self.config
@@ -238,8 +243,7 @@ class Session:
         self._next_prompt = policy.saved.next_prompt
         if self._next_prompt < 0:  # a new session, or a checkpoint that does not say it
             self._next_prompt = self.version * config.algorithm.groups_per_step
-        prompts, self._first_prompt = PromptSequence(task.train, config.seed), self._next_prompt
-        self._own = self.stream(prompts[index] for index in itertools.count(self._first_prompt))
+        self._prompts, self._after_taken = PromptSequence(task.train, config.seed), self._next_prompt
         await self.sync_weights()
         if is_untold:
             await self.run.take_these(group_ids)
@@ -276,9 +280,16 @@ class Session:
             why = f"has a greedy sample as member {algorithm.group_size} of each group, and groups of n = {n} would lack it"
             raise ConfigError(f"algorithm.advantage = 'remax' {why}: leave n out, or choose another advantage")
         _ = self._ready
+        stream = self._stream(prompts, n or 0, max_new_tokens or 0, is_followed=is_followed)
+        stream.make_room = self._put_task_aside
+        return stream
+
+    def _stream(
+        self, prompts: Iterable[PromptLike], size: int = 0, max_new_tokens: int = 0, *, is_followed: bool = False
+    ) -> GroupStream:
         window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
         return GroupStream(
-            self.run, prompts, n or 0, max_new_tokens or 0, window, is_over=lambda: self.version >= self.config.num_steps,
+            self.run, prompts, size, max_new_tokens, window, is_over=lambda: self.version >= self.config.num_steps,
             is_followed=is_followed,
         )  # fmt: skip
 
@@ -344,25 +355,45 @@ class Session:
                 raise RunError(f"the groups of step {self.version} are taken and not trained yet; train them first")
             if self._coming is None:
                 self._coming = asyncio.get_running_loop().create_task(self._gather(self.version), name="take")
-            await asyncio.wait([self._coming])  # a caller that is cancelled leaves them to the next
-            coming, self._coming = self._coming, None
+            coming = self._coming
+            await asyncio.wait([coming])  # a caller that is cancelled leaves them to the next
+            self._coming = None
             if coming.cancelled():
                 raise RunError(NOT_OPEN)
             groups = coming.result()
             self._taken = _ids_of(groups)
+            self._after_taken = max(self._behind[group_id] for group_id in self._taken)
             return groups
+
+    async def _put_task_aside(self) -> None:
+        """Release what was generated ahead for `take`, so that other prompts find a place; the next `take` asks for it again.
+
+        A call of `take` or of a step that is under way keeps it: the places are free once that step is trained.
+        """
+        if self._own is None or self._taking.locked() or self._steps.locked():
+            return
+        async with self._taking:
+            await self._end_gathering()
+            own, gathered, self._own, self._gathered = self._own, self._gathered, None, []
+            await own.close(first=own.num_given)
+            with contextlib.suppress(RunError):  # the run is over, and all of them with it
+                await self.release(gathered)
 
     async def _gather(self, step: int) -> list[ScoredGroup]:
         """Wait until a step's groups are scored, pack them, and return them."""
-        assert self._own is not None
+        if self._own is None:
+            prompts, self._first_prompt = self._prompts, self._after_taken
+            assert prompts is not None
+            self._own = self._stream(prompts[index] for index in itertools.count(self._first_prompt))
         while (missing := self.config.algorithm.groups_per_step - len(self._gathered)) > 0:
             self._own.wanted = missing
             self._gathered.append(group := await anext(self._own))
             self._behind[group.group_id] = self._first_prompt + self._own.num_given
-        groups, self._gathered = self._gathered, []
+        groups = self._gathered
         if self.config.buffer.policy != "mask":  # there the run says what is masked once they are trained
             with contextlib.suppress(AsyncRLError):  # said by the step that trains them
                 self._packed = step, list(groups), await asyncio.to_thread(self._pack, step, groups, 0)
+        self._gathered = []
         return groups
 
     def _pack(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> PreparedBatch:

@@ -25,15 +25,62 @@ from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, StalenessFigures, VersionCounts
 from asyncrl.buffer.group import Counts, Group, staleness_figures
-from asyncrl.buffer.ledger.records import HeldGroup, OnCommitted, Record, Restored, StepParams
+from asyncrl.buffer.ledger.records import OnCommitted, Record, StepParams
 from asyncrl.buffer.ledger.store import Ledger
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, group_error, largest_id, score_error, version_counts
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
-from asyncrl.observe.decisions import UNTRAINED, Watch
+from asyncrl.observe.decisions import UNTRAINED
+from asyncrl.observe.machine import Watch
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, Score, ScoredGroup, ScoredSample, Scores
+
+
+@dataclass(slots=True)
+class HeldGroup:
+    """Payloads of a live group: its generated members, some of them scored."""
+
+    prompt: Prompt
+    samples: dict[int, Sample] = field(default_factory=dict)
+    scored: dict[int, ScoredSample] = field(default_factory=dict)
+
+    def as_scored(self, group_id: int) -> ScoredGroup:
+        """Return the group for training, without failed members."""
+        return ScoredGroup(group_id, self.prompt, tuple(self.scored[index] for index in sorted(self.scored)))
+
+    def prompt_ids(self) -> tuple[bytes, str]:
+        """Return the token ids of the prompt, if known, and the generator that they are from (empty: the task)."""
+        if self.prompt.token_ids or not self.samples:
+            return self.prompt.token_ids, ""
+        first = next(iter(self.samples.values()))
+        return first.prompt_ids, first.generator
+
+
+@dataclass(slots=True)
+class Restored:
+    """The content of a ledger besides the state."""
+
+    held: dict[int, HeldGroup] = field(default_factory=dict)
+    returned: dict[int, Prompt] = field(default_factory=dict)
+    """Prompts to issue again, by the id of the dropped or failed group."""
+    step_params: dict[int, StepParams] = field(default_factory=dict)
+    """Parameters of steps that may be repeated."""
+    steps_without_reference: frozenset[int] = frozenset()
+    """Taken steps whose scores have no reference log-probabilities."""
+    newest_version: int = 0
+    cursor: int = 0
+
+    def why_not_repeated(self, to_repeat: Sequence[int]) -> str:
+        """Return why a run whose reference is on inference workers cannot repeat these steps; empty if it can."""
+        steps = [step for step in to_repeat if step in self.steps_without_reference]
+        if not steps:
+            return ""
+        return (
+            f"steps {steps[0]} to {steps[-1]} were taken and are to be trained (again), and their samples were scored without "
+            "reference log-probabilities: algorithm.reference.where = 'worker' (or a reference that was not there before) can be "
+            "set once they are trained and a checkpoint is written; resume with the settings as they were until then"
+        )
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -54,7 +101,6 @@ class TakenStep(msgspec.Struct, frozen=True):
     step: int
     groups: tuple[ScoredGroup, ...]
     params: StepParams
-    replay: bool
     staleness: StalenessFigures
     instructions: Sequence[BufferInstruction] = ()
     """Groups that were dropped while choosing this step's groups."""
@@ -366,7 +412,7 @@ class Buffer:
             self._step_groups[step], self._step_params[step] = groups, params
             records.append(rec.TakenRecord(step, decision.group_ids, params, decision.staleness.token_max, now))
             self.ledger.write(records, on_committed)
-            return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
+            return TakenStep(step, groups, params, decision.staleness, dropped)
         if records:
             self.ledger.write(records)
         assert isinstance(decision, ev.Wait)
@@ -383,7 +429,7 @@ class Buffer:
             trained = trained_members(members_of(group), params.screen)
             counts += [version_counts(scored.sample) for scored in group.members if scored.sample.index in trained]
         figures = staleness_figures(step, counts, mask_below=decision.mask_below)
-        return TakenStep(step, groups, params, decision.replay, figures, is_repeat=True)
+        return TakenStep(step, groups, params, figures, is_repeat=True)
 
     def mark_trained(self, step: int, now: float) -> Sequence[BufferInstruction]:
         """Note that the optimizer step is done; repeating the call is harmless."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.observe.decisions import Value
+from asyncrl.observe.machine import Value
 
 VersionCounts = tuple[tuple[int, int], ...]
 """(version, number of trained tokens) of one sample, ascending by version, never empty; staleness needs nothing more."""
@@ -242,8 +242,6 @@ class TakeGroups(Value, frozen=True):
     group_ids: tuple[int, ...]
     mask_below: int
     """Tokens of versions below this one get loss mask 0."""
-    replay: bool
-    """Whether the step was trained before, by a learner that has gone back to a checkpoint since."""
     repeat: bool = False
     """Whether the step was taken before, trained or not."""
     staleness: StalenessFigures | None = None

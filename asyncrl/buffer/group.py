@@ -68,7 +68,7 @@ class StepRecord:
     """Largest staleness of a token that the step trains."""
     trained: bool = False
     trained_before: bool = False
-    """Whether it was trained at least once; repeating it is then a replay."""
+    """Whether it was trained at least once, perhaps by a learner that has gone back to a checkpoint since."""
 
 
 class GroupsRestored(ev.BufferEvent, frozen=True):

@@ -16,16 +16,15 @@ import msgspec
 import asyncrl.buffer.ledger.records as rec
 import asyncrl.buffer.ledger.store as st
 from asyncrl.algorithms.screening import Screen
-from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.buffer import Buffer, HeldGroup, Restored
 from asyncrl.buffer.group import BufferLimits, Group, GroupsRestored, StepRecord
-from asyncrl.buffer.ledger.records import HeldGroup, Restored
 from asyncrl.buffer.ledger.schema import count_ended, ended, forgotten_before, keys_of, rows_of, sample_key
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, tokens_together
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, LedgerError
-from asyncrl.observe.decisions import Watch
+from asyncrl.observe.machine import Watch
 from asyncrl.schema.samples import Prompt, ScoredSample
 
 MOST_MEMBERS = 1 << 16

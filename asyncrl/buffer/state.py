@@ -26,7 +26,7 @@ from asyncrl.buffer import events as ev
 from asyncrl.buffer.admission import Generator, GeneratorPool, Lead
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
 from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord
-from asyncrl.observe.decisions import Machine
+from asyncrl.observe.machine import Machine
 
 
 class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
@@ -403,7 +403,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             record = self.steps.get(step)
             assert record is not None, f"step {step} cannot be repeated: steps before {min(self.steps, default=0)} are forgotten"
             assert not record.trained, f"step {step} is trained; it is repeated only after LearnerRestarted"
-            return [ev.TakeGroups(step, record.group_ids, record.mask_below, replay=record.trained_before, repeat=True)]
+            return [ev.TakeGroups(step, record.group_ids, record.mask_below, repeat=True)]
         assert step == self.next_step, f"step {self.next_step} is next, not {step}"
         if event.group_ids and (refusal := self.why_not(step, event.group_ids)):
             return [ev.Wait(step, refusal)]
@@ -433,7 +433,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         self.next_step += 1
         late = [group for group in self.groups.values() if self._is_past_saving(group)]
         instructions += [self._end(group, "dropped", STALE) for group in late]
-        return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
+        return [*instructions, ev.TakeGroups(step, chosen, mask_below, staleness=figures)]
 
     def why_not(self, step: int, group_ids: tuple[int, ...]) -> str:
         """Return why exactly these groups cannot form a step; empty where they can."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import inspect
+import logging
 import os
 import platform
 import secrets
@@ -21,18 +22,20 @@ from typing import Any
 import msgspec
 from aiohttp import ClientPayloadError, http_exceptions, web
 
-from asyncrl.config.live import ChangeResult
+from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.control.controller import Controller
 from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.control.lifecycle.failure_watch import wait_chain
-from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.errors import AsyncRLError, ConfigError, RunError, shown
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail, accuracies
 from asyncrl.schema import status as st
 from asyncrl.schema.samples import GroupsTaken, Score, ScoreRequest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.asked import AskedPrompts
+
+log = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 1 << 20
 """Maximum size of an unpacked request, unless its route allows more."""
@@ -321,8 +324,43 @@ class RunApi:
         return await self._run.checkpoints.wait_for_next(self._run.feeder.version)
 
     def change(self, asked: ConfigChange) -> ChangeResult:
-        """Change the config of the live run."""
-        return self._run.change(asked.values, asked.who)
+        """Change the config of the live run; the change applies from the next step taken.
+
+        Raises:
+            ConfigError: A field cannot change now, or its value is not allowed; nothing has changed then.
+            RunError: The run is over, num_steps is raised although no more steps are taken, or the folder cannot be written.
+        """
+        run, values = self._run, asked.values
+        if run.lifecycle.over:
+            raise RunError("the run is over")
+        who = " ".join(shown(asked.who).split()) or "a client"  # it becomes a comment of a TOML file
+        config, changes = changed(run.config, values)
+        if config.num_steps > run.config.num_steps and (run.lifecycle.goal_reached or run.lifecycle.phase == "draining"):
+            raise RunError(
+                f"num_steps cannot be raised any more: this run is {run.lifecycle.phase} and takes no more steps; once it has "
+                f"ended, `asyncrl resume {run.run_folder} --set num_steps={config.num_steps}` continues it"
+            )
+        step = run.buffer.state.next_step
+        if config.num_steps < step:
+            raise ConfigError(f"num_steps must be at least {step}, the number of steps already taken; got {config.num_steps}")
+        revision = len(list((run.run_folder / "revisions").glob("*.toml")))
+        if not changes:
+            return ChangeResult(revision, step, ())
+        what = ", ".join(f"{one.field} from {one.before} to {one.after}" for one in changes)
+        try:
+            write_revision(run.run_folder, revision, config, f"by {who} from step {step} on: {what}")
+        except OSError as error:
+            raise RunError(f"nothing is changed: cannot write to {run.run_folder}: {error}") from error
+        run.config = config
+        run.feeder.config = config
+        run.dispatcher.change(config, f"{what} (by {who})")
+        run.reporter.follow(config)
+        if any(one.field == "generate.num_workers" for one in changes):  # otherwise elastic scaling keeps its own number
+            run.autoscaler.want(config.generate.num_workers, run.clock.now())
+        run.reporter.note_event("change", who, f"from step {step} on: {what}", run.feeder.version)
+        log.info("changed by %s from step %d on: %s", who, step, what)
+        run.reach_goal()
+        return ChangeResult(revision + 1, step, changes)
 
     def submit(self, group: st.ExternalGroup) -> st.SubmitResult:
         """Enter a group that was generated elsewhere."""
@@ -402,7 +440,7 @@ class RunApi:
     def release(self, released: st.Released) -> None:
         """Release groups that will not be trained, so that their places are free."""
         source = self._asked()
-        issued = source.close(released.stream) if released.stream else []
+        issued = source.close(released.stream, released.first) if released.stream else []
         if not self._run.lifecycle.over:
             self._run.feeder.release_outside(released.groups)
             self._run.dispatcher.release([*issued, *released.groups])

@@ -21,7 +21,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.join import Membership
 from asyncrl.control.lifecycle.events import Event, ProcessUnwanted, ProcessWanted
 from asyncrl.control.peers import Peers
-from asyncrl.observe.decisions import Machine, Value
+from asyncrl.observe.machine import Machine, Value
 from asyncrl.schema.control import Shutdown
 
 log = logging.getLogger(__name__)

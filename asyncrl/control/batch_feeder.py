@@ -156,7 +156,7 @@ class BatchFeeder:
                 incarnation, taken = self._incarnation, await self._take(self.next_step)
                 if taken is None:
                     return
-                batch = await asyncio.to_thread(pack_taken, taken.step, taken.groups, taken.params, self._ranks, taken.replay)
+                batch = await asyncio.to_thread(pack_taken, taken.step, taken.groups, taken.params, self._ranks)
                 if self.record is not None:
                     await asyncio.to_thread(self.record, taken)
                 if incarnation != self._incarnation or (self._held and not self._finishes_taken):
@@ -258,11 +258,11 @@ class BatchFeeder:
         return StepDone(step, step + 1, metrics, self._outside_started_s, now, self._outside_waited_s)
 
 
-def pack_taken(step: int, groups: Sequence[ScoredGroup], params: StepParams, ranks: RankPlan, replay: bool = False) -> StepBatch:
+def pack_taken(step: int, groups: Sequence[ScoredGroup], params: StepParams, ranks: RankPlan) -> StepBatch:
     """Return a step's batch, packed with the parameters it was taken with."""
     batch = pack_step(
         step, groups, tokens_per_row=params.tokens_per_row, temperature=params.temperature, mask_below=params.mask_below,
-        replay=replay, ranks=replace(ranks, minibatches=params.minibatches), screen=params.screen,
+        ranks=replace(ranks, minibatches=params.minibatches), screen=params.screen,
     )  # fmt: skip
     return msgspec.structs.replace(batch, settings=params.settings)
 

@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from typing import Any
 from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer, TakenStep
 from asyncrl.clock import Clock
-from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
@@ -43,7 +42,7 @@ from asyncrl.control.join import Membership
 from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import Launcher, plan_processes, spec_of
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.control.lifecycle.failure_watch import CALLER_HOLDS, StallDetector, Wait, wait_chain
+from asyncrl.control.lifecycle.failure_watch import CALLER_HOLDS, SILENT_AFTER_BEATS, StallDetector, Wait, wait_chain
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor
 from asyncrl.control.peers import Peer, Peers
@@ -51,7 +50,7 @@ from asyncrl.control.placement.memory import number_of_model
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
-from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
+from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError, RunError, shown
 from asyncrl.observe.decisions import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks, without_secrets
 from asyncrl.observe.spans import IDLE, span, spans_of
@@ -346,7 +345,7 @@ class Controller:
             for name, reason in self.membership.heartbeats.overdue(now).items():
                 if (silent := self.peers.get(name)) is not None:
                     log.warning("%s: its connection is closed", reason)
-                    await silent.connection.close()
+                    await silent.connection.close(reason)
             learner_idle = self.feeder.idle and (self.config.learner.kind != "builtin" or bool(self.peers.of("learner")))
             self.autoscaler.tick(now, running=running, learner_idle=learner_idle)
             self.reporter.note_second(self.dispatcher, self.peers, learner_idle=learner_idle)
@@ -429,7 +428,7 @@ class Controller:
         now, is_current = self.clock.now(), self.peers.get(peer.name) is peer
         match message:
             case msg.Heartbeat():
-                peer.heartbeat = message
+                peer.heartbeat, peer.heard_s = message, now
                 if peer.name in self.lifecycle.processes:
                     self.post(ev.Heard(peer.name))
                 self.membership.heartbeats.beat(peer.name, now)
@@ -495,7 +494,7 @@ class Controller:
         self.post(ev.ProcessReady(peer.name))
         every, version = self.config.eval.every_steps, ready.version
         is_judged = any(report.version == version for report in self.reporter.evaluations)
-        if not self._reach_goal() and has_resumed and every and version > 0 and version % every == 0 and not is_judged:
+        if not self.reach_goal() and has_resumed and every and version > 0 and version % every == 0 and not is_judged:
             self._start_evaluation(version)  # it was under way as the run ended
 
     def _engine_ready(self, peer: Peer, ready: msg.EngineReady) -> None:
@@ -549,50 +548,12 @@ class Controller:
                 self._act_on(alarm)
             self.moved.set()
         evaluate = self.config.eval.every_steps
-        if self._reach_goal():
+        if self.reach_goal():
             return
         # A learner that went back to a checkpoint makes versions again that this controller has evaluated already.
         judged = [each.version for each in self.reporter.evaluations[self._judged_before :]]
         if evaluate and done.version % evaluate == 0 and done.version > max(judged, default=-1):
             self._start_evaluation(done.version)
-
-    def change(self, values: Mapping[str, Any], who: str) -> ChangeResult:
-        """Change the config of the live run; the change applies from the next step taken.
-
-        Raises:
-            ConfigError: A field cannot change now, or its value is not allowed; nothing has changed then.
-            RunError: The run is over, num_steps is raised although no more steps are taken, or the folder cannot be written.
-        """
-        if self.lifecycle.over:
-            raise RunError("the run is over")
-        who = " ".join(shown(who).split()) or "a client"  # it becomes a comment of a TOML file
-        config, changes = changed(self.config, values)
-        if config.num_steps > self.config.num_steps and (self.lifecycle.goal_reached or self.lifecycle.phase == "draining"):
-            raise RunError(
-                f"num_steps cannot be raised any more: this run is {self.lifecycle.phase} and takes no more steps; once it has "
-                f"ended, `asyncrl resume {self.run_folder} --set num_steps={config.num_steps}` continues it"
-            )
-        step = self.buffer.state.next_step
-        if config.num_steps < step:
-            raise ConfigError(f"num_steps must be at least {step}, the number of steps already taken; got {config.num_steps}")
-        revision = len(list((self.run_folder / "revisions").glob("*.toml")))
-        if not changes:
-            return ChangeResult(revision, step, ())
-        what = ", ".join(f"{one.field} from {one.before} to {one.after}" for one in changes)
-        try:
-            write_revision(self.run_folder, revision, config, f"by {who} from step {step} on: {what}")
-        except OSError as error:
-            raise RunError(f"nothing is changed: cannot write to {self.run_folder}: {error}") from error
-        self.config = config
-        self.feeder.config = config
-        self.dispatcher.change(config, f"{what} (by {who})")
-        self.reporter.follow(config)
-        if any(one.field == "generate.num_workers" for one in changes):  # otherwise elastic scaling keeps its own number
-            self.autoscaler.want(config.generate.num_workers, self.clock.now())
-        self.reporter.note_event("change", who, f"from step {step} on: {what}", self.feeder.version)
-        log.info("changed by %s from step %d on: %s", who, step, what)
-        self._reach_goal()
-        return ChangeResult(revision + 1, step, changes)
 
     def _act_on(self, alarm: Alarm) -> None:
         """Pause or stop the run where the config (observe.alarms) says so for this alarm."""
@@ -603,7 +564,7 @@ class Controller:
             log.warning("because of alarm %s: %s", alarm.rule, type(event).__name__)
             self.post(event)
 
-    def _reach_goal(self) -> bool:
+    def reach_goal(self) -> bool:
         """Return whether the run's last version exists; if so, request its checkpoint and tell the lifecycle."""
         if self.feeder.version < self.config.num_steps:
             return False
@@ -676,18 +637,27 @@ class Controller:
     def waits(self, now: float) -> list[Wait]:
         """Return which process waits for what, including the controller's own waits: a full step, a phase switch, scores."""
         switching = self.switching
-        waits = [Wait(beat.name, beat.waiting_for, beat.waiting_since_s) for beat in self.heartbeats() if beat.waiting_for]
+        long_ago = now - SILENT_AFTER_BEATS * self.config.supervision.heartbeat_s
+        heard = [(beat, peer.heard_s) for peer in self.peers.values() if (beat := peer.heartbeat) is not None]
+        waits = [
+            Wait(beat.name, beat.waiting_for, beat.waiting_since_s)
+            for beat, at_s in heard
+            if beat.waiting_for and at_s > long_ago
+        ]
+        waits += [Wait(beat.name, "", at_s) for beat, at_s in heard if at_s <= long_ago]
         own = (self.feeder.waiting, self.dispatcher.fruitless)
         waits += [Wait("controller", what, self.feeder.waiting_since_s or now) for what in own if what]
         waits += switching.waits() if switching is not None else ()
         held = self.buffer.state.why_nothing_is_issued()
         if switching is not None and switching.phases.now != "rollout":
             held = f"the device: phase {switching.phases.phase}"
+        elif held == "paused" and self.lifecycle.phase != "paused":
+            held = f"the end of {self.lifecycle.phase}"
         if not held and (asked := self.dispatcher.asked) is not None and not asked.queue:
             held = "prompts of its caller"
         elif self._caller_holds_all():
             held = f"{CALLER_HOLDS}: {held}"
-        if held and any(wait.who.startswith("generator") for wait in waits):
+        if held and any(wait.what and wait.who.startswith("generator") for wait in waits):
             waits.append(Wait("admission", held, now))
         if self.caller is not None and self.caller.is_lost(now):
             waits.append(Wait("controller", "a program that judges (Run(reward=f), or `score` of a client)", self.caller.heard_s))
@@ -763,7 +733,7 @@ class Controller:
             if peer.num_slots and order is not None:
                 peer.tell(order)
         if phase == "running":
-            self._reach_goal()
+            self.reach_goal()
         elif phase == "evaluating":
             self._start_evaluation(self.feeder.version)
         elif phase == "draining" and (self.config.learner.kind != "builtin" or self.feeder.version < 0):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -89,8 +89,8 @@ class Dispatcher:
         """Groups that wait to be sent, only for generators that have some."""
         self._out: defaultdict[str, dict[tuple[int, int], set[int]]] = defaultdict(dict)
         """Members that a generator has been given and has not answered, by group and attempt."""
-        self._guest_failures: Counter[str] = Counter()
-        """For each joined generator, the number of its last samples that failed in a row."""
+        self._guest_failures: dict[str, tuple[int, str]] = {}
+        """For each joined generator, the number of its last samples that failed in a row, and why the first did."""
         self._spoiled: set[int] = set()
         """Groups that continue without a member that failed at a joined generator."""
 
@@ -302,15 +302,18 @@ class Dispatcher:
         if not fault:
             self._guest_failures.pop(generator, None)
             return
-        self._guest_failures[generator] += num_failed
+        num_before, first = self._guest_failures.get(generator, (0, fault))
+        self._guest_failures[generator] = num_before + num_failed, first
         if group_id >= 0:
             self._spoiled.add(group_id)
 
     def why_unfit(self, generator: str) -> str:
         """Return, once, why a joined generator must leave: all its last samples failed. Empty for any other generator."""
-        if self._guest_failures.get(generator, 0) < MOST_GUEST_FAILURES:
+        num_failed, first = self._guest_failures.get(generator, (0, ""))
+        if num_failed < MOST_GUEST_FAILURES:
             return ""
-        return f"{self._guest_failures.pop(generator)} of its samples in a row failed"
+        del self._guest_failures[generator]
+        return f"{num_failed} of its samples in a row failed, the first: {' '.join(shown(first[:MOST_KIND_CHARS]).split())}"
 
     def take_answers(self, answers: Iterable[Scores | InferResult]) -> None:
         """Enter the answers of a reward or inference worker."""

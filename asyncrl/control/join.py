@@ -23,6 +23,7 @@ import logging
 import os
 import platform
 import re
+import secrets
 import signal
 import sys
 import tomllib
@@ -73,8 +74,8 @@ class Membership:
         >>> membership = Membership([ProcessPlan("generator-0", "generator")], most_joined=1)
         >>> membership.refusal(Hello(1, "generator", "joined-elsewhere-7-0", "a", 7))
         ''
-        >>> membership.refusal(Hello(1, "generator", "joined-elsewhere-8-0", "b", 8))
-        'all 1 places for joining generators are taken (placement.most_joining_generators)'
+        >>> membership.refusal(Hello(1, "generator", "joined-elsewhere-8-0", "b", 8)).partition(" (")[0]
+        'all 1 places for joining generators are taken'
     """
 
     def __init__(
@@ -110,11 +111,14 @@ class Membership:
         if here is not None:
             if here.incarnation == hello.incarnation:
                 return ""
-            return f"another generator named {hello.name!r} has joined; try again, under another process id"
+            return f"another generator named {hello.name!r} has joined; try again"
         if self.most_joined == 0:
             return "this run lets no generator join: set placement.most_joining_generators and resume it"
         if len(self.joined) >= self.most_joined:
-            return f"all {self.most_joined} places for joining generators are taken (placement.most_joining_generators)"
+            return (
+                f"all {self.most_joined} places for joining generators are taken (placement.most_joining_generators); "
+                f"one that was killed holds its place for {self.heartbeats.config.heartbeat_timeout_s:g} s"
+            )
         self.joined[hello.name] = hello
         self.num_came += 1
         return ""
@@ -203,7 +207,8 @@ async def joined(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIte
         encryption = "curve" if (folder / KEYS_FOLDER / CLIENT_FILE).exists() else "plain"
         transport = replace(transport, encryption=encryption)
         readable = re.sub(r"[^A-Za-z0-9]+", "-", host.partition(".")[0]).strip("-")[:32] or "unnamed"
-        name = f"{JOINED_PREFIX}{readable}-{pid}-0"  # unique over machines
+        # Unique over machines, containers of one host name too. The last number chooses a server (rollout.with_own_server).
+        name = f"{JOINED_PREFIX}{readable}-{pid}-{secrets.token_hex(2)}-0"
         connection = await open_connection(address, new_hello("generator", name), transport, folder, WELCOME_S)
         try:
             async with asyncio.timeout(WELCOME_S):
@@ -293,6 +298,9 @@ def _find_run(request: JoinRequest, private: Path, endpoint_file: str) -> tuple[
             f"the run listens on {address}, which only its own machine reaches: set transport.kind = 'tcp' and transport.host "
             "to an address of that machine, and resume the run"
         )
-    if parts.scheme != "ipc" and not re.fullmatch(r"tcp://\S+:\d{1,5}", address):
-        raise ConfigError(f"an address reads tcp://HOST:PORT, as in the run's file `endpoint`; got {address!r}")
+    port = re.fullmatch(r"tcp://\S+:(\d{1,5})", address)
+    if parts.scheme != "ipc" and (port is None or int(port[1]) > 65535):
+        raise ConfigError(
+            f"an address reads tcp://HOST:PORT, as in the run's file `endpoint`, with a port up to 65535; got {address!r}"
+        )
     return address, folder

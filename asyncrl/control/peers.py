@@ -23,6 +23,8 @@ class Peer:
     kind: ProcessKind
     connection: Connection
     heartbeat: Heartbeat | None = None
+    heard_s: float = 0.0
+    """Clock seconds at which that came."""
     num_slots: int = 0
     """For generators, from EngineReady and later EngineRoom; 0: not ready."""
     live_version: int = -1

@@ -358,7 +358,7 @@ class Reporter:
     def tick(self, waits: Iterable[Wait], heartbeats: Iterable[Heartbeat]) -> None:
         """Record the processes' current waits (the learner reports its waits with each step), and flush the files."""
         now, heard_s = self._clock.now(), {beat.name: beat.sent_s for beat in heartbeats}
-        told = {wait.who: wait for wait in waits if wait.who.partition("-")[0] not in {"learner", "controller"}}
+        told = {wait.who: wait for wait in waits if wait.what and wait.who.partition("-")[0] not in {"learner", "controller"}}
         reasons = {name: re.sub(r"[0-9]+ ", "", wait.what.partition(":")[0]) for name, wait in told.items()}
         before, self._waiting = self._waiting, {}
         for name, why in reasons.items():

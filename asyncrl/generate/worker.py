@@ -96,8 +96,11 @@ class GeneratorWorker:
         self._stage = Stage(connection, clock, name, config.supervision.heartbeat_s, self._report)
         self._connection, self._idle = connection, self._stage.idle
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
         """Serve until Shutdown arrives or the connection closes, then close the engine, if there is one.
+
+        Returns:
+            Whether Shutdown arrived; if not, the connection closed before.
 
         Raises:
             GenerationError: The model cannot be loaded, or a version's weights do not fit it.
@@ -110,6 +113,7 @@ class GeneratorWorker:
                 self._timeline.close()
             if self._rollout is not None:
                 await self._rollout.engine.close()
+        return self._stage.was_told_to_end
 
     async def _obey(self, order: msg.Message) -> None:
         match order:
@@ -151,7 +155,8 @@ class GeneratorWorker:
             if self._is_paused:
                 await engine.pause()
             self._is_ready.set()
-            log.info("engine ready with %d slots, model from %s", engine.num_slots, folder)
+            used = self._config.generate.model_folder or folder
+            log.info("engine ready with %d slots, model from %s", engine.num_slots, used)
         engine = self._rollout.engine
         self._told_slots = engine.num_slots
         await self._stage.tell(msg.EngineReady(self._name, self._told_slots, engine.version))
@@ -241,6 +246,10 @@ class GeneratorWorker:
             self._weights_news.set()  # the newest is news again: no other may ever come
             again_s = min(2 * again_s, LONGEST_FETCH_AGAIN_S)
 
+    async def _fetch(self, available: WeightsAvailable) -> Mapping[str, torch.Tensor]:
+        """Return a version's tensors; none where the learner has no model."""
+        return await self._fetch_weights(available) if available.manifest.total_bytes else {}
+
     def _missing(self, engine: Engine) -> WeightsAvailable | None:
         """Return the newest version, if the engine does not have it."""
         newest = self._newest
@@ -253,7 +262,7 @@ class GeneratorWorker:
             return True
         may_wait, before_s = not self._config.generate.in_flight_updates, self._clock.now()
         try:
-            tensors = await self._fetch_weights(available)
+            tensors = await self._fetch(available)
             fetch_ms = (self._clock.now() - before_s) * 1000
             try:
                 async with self._gate.swap(engine):
@@ -261,7 +270,7 @@ class GeneratorWorker:
                     newest = (may_wait and self._missing(engine)) or available
                     if newest is not available:
                         available, before_s = newest, self._clock.now()
-                        tensors = await self._fetch_weights(available)
+                        tensors = await self._fetch(available)
                         fetch_ms = (self._clock.now() - before_s) * 1000
                     elif may_wait and isinstance(tensors, LentTensors):
                         tensors.check()

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.models.attention import PACKED_ATTENTION, SequenceLayout, build_layout, on_device
-from asyncrl.models.causal import check_head, open_folder, use_packed_attention
+from asyncrl.models.attention import PACKED_ATTENTION, SequenceLayout, build_layout, on_device, use_packed_attention
+from asyncrl.models.causal import check_head, open_folder
 from asyncrl.models.logprobs import token_logprobs, use_float32_head
 from asyncrl.schema.samples import InferRequest, ids_from_bytes, ids_to_bytes
 

@@ -72,8 +72,8 @@ from asyncrl.learner.model.policy import (
 )
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.learner.ranks.fsdp import Divider, divided_like, save_whole, whole_tensors
-from asyncrl.learner.ranks.group import Begin, RankLauncher, Ranks
+from asyncrl.learner.ranks.fsdp import Divider, save_whole, whole_tensors
+from asyncrl.learner.ranks.group import Begin, RankLauncher, Ranks, divided_like
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.causal import check_folder, refuse_adapters
 from asyncrl.models.layout import bytes_of

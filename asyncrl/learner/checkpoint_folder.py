@@ -54,8 +54,6 @@ class TrainerState(msgspec.Struct, frozen=True):
     """`trainer/state.json`."""
 
     version: int
-    controller_json: str = ""
-    """The controller's own state, unchanged."""
     format: int = STATE_FORMAT
     memory: StepMemory = msgspec.field(default_factory=StepMemory)
     """State that steps pass on to later steps."""

@@ -97,7 +97,7 @@ class FakeLearner:
                 delivery.ack()
                 every = self._config.checkpoint.every_steps
                 if every and self._version == batch.step + 1 and self._version % every == 0:
-                    await self._write(Checkpoint(self._version))
+                    await self._write_checkpoint()
                 await self._write_what_is_due()
             waiting_from_s = self._clock.now()
 
@@ -108,11 +108,11 @@ class FakeLearner:
 
     async def _write_what_is_due(self) -> None:
         if self._checkpoint is not None and self._checkpoint.version <= self._version:
-            wanted, self._checkpoint = self._checkpoint, None
-            await self._write(wanted)
+            self._checkpoint = None
+            await self._write_checkpoint()
 
-    async def _write(self, wanted: Checkpoint) -> None:
+    async def _write_checkpoint(self) -> None:
         started_s, folder = self._clock.now(), self._run_folder / "checkpoints"
-        state = TrainerState(self._version, wanted.controller_json)
+        state = TrainerState(self._version)
         path = await asyncio.to_thread(write_checkpoint, folder, state, lambda _: None, self._config.checkpoint.keep_last)
         await self._stage.tell(CheckpointDone(self._version, str(path), self._clock.now() - started_s))

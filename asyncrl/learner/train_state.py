@@ -30,8 +30,7 @@ from asyncrl.errors import ResidencyError
 from asyncrl.learner.checkpoint_folder import StepMemory
 from asyncrl.learner.model.policy import Critic, Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.learner.ranks.fsdp import part_here
-from asyncrl.learner.ranks.group import Ranks, rank_device
+from asyncrl.learner.ranks.group import Ranks, part_here, rank_device
 from asyncrl.models.memory import BYTES, forward_row, shape_of_json
 from asyncrl.residency.components import ResidencyManager, TensorComponent
 from asyncrl.residency.device import Device, SimulatedDevice, device_at

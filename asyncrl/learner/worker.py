@@ -48,8 +48,7 @@ from asyncrl.learner.checkpoint import (
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.policy import compile_now, make_probe, publishable_tensors
 from asyncrl.learner.model.sft_warmup import StartAbandoned
-from asyncrl.learner.ranks.fsdp import whole
-from asyncrl.learner.ranks.group import Begin, Help, RankLauncher, ReachPhase, command_decoder, join_run
+from asyncrl.learner.ranks.group import Begin, Help, RankLauncher, ReachPhase, command_decoder, join_run, whole
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
 from asyncrl.learner.train_state import TrainState, needs_offload, open_offload
@@ -221,8 +220,8 @@ class LearnerWorker:
                     await self._reach(wanted_phase)
                     continue
                 if self._checkpoint is not None and self._checkpoint.version <= self._policy.version:
-                    wanted, self._checkpoint = self._checkpoint, None
-                    await self._write_checkpoint(wanted)
+                    self._checkpoint = None
+                    await self._write_checkpoint()
                     continue
                 if not self._ready.empty() and self._phase == "train":
                     await self._take_step(*self._ready.get_nowait(), waiting_from_s)
@@ -276,7 +275,7 @@ class LearnerWorker:
         delivery.ack()
         every, version = self._config.checkpoint.every_steps, self._policy.version
         if every and version == step + 1 and version % every == 0:
-            await self._write_checkpoint(Checkpoint(version))
+            await self._write_checkpoint()
 
     def _train(self, prepared: PreparedBatch) -> StepResult:
         policy = self._policy
@@ -300,17 +299,17 @@ class LearnerWorker:
         probe = make_probe(model, self._config.generate.engine.max_sequence_tokens)
         return self._publish(self._policy.version, publishable_tensors(model), probe)
 
-    async def _write_checkpoint(self, wanted: Checkpoint) -> None:
+    async def _write_checkpoint(self) -> None:
         """Write a checkpoint of the current version, unless it is on disk already, and report its folder."""
         started_s = self._clock.now()
-        folder = await self._on_thread(lambda: self._save(wanted))
+        folder = await self._on_thread(self._save)
         seconds = self._clock.now() - started_s
         await self._stage.tell(CheckpointDone(self._policy.version, str(folder), seconds))
 
-    def _save(self, wanted: Checkpoint) -> Path:
+    def _save(self) -> Path:
         policy = self._policy
         memory = copy.deepcopy(policy.train_state.memory)
-        saved = TrainerState(policy.version, wanted.controller_json, memory=memory)
+        saved = TrainerState(policy.version, memory=memory)
         if policy.checkpoint is None or policy.saved != saved:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
             self._launcher.tell(Help("save"))

@@ -14,7 +14,8 @@ attends to itself and to the runs before it on its path; the parts are joined by
 Invariants: the output at a token depends only on the tokens of its own sample up to it; padding and second copies of a shared
 prefix have gradient 0 at their queries, and the gradients of their keys and values are added up in the one stored token.
 
-Registered with transformers under `PACKED_ATTENTION`; causal.py asks for it by that name; a forward passes `packed_layout`.
+Registered with transformers under `PACKED_ATTENTION`: a model is opened with that name, or switched to it. A forward passes
+`packed_layout`.
 
 Legend: N tokens, S sequences, M slots of all buckets together, n sequences of a bucket, T its padded length, H heads, D head
 size. Q, K queries and keys of a bucket.
@@ -29,7 +30,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from asyncrl.errors import LearnerError
 from asyncrl.models.flash import Runs, can_flash, flash_runs, runs_of
@@ -228,6 +229,12 @@ def _attend_in_buckets(
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch a model to packed attention; else a packed row would be read as one text."""
+    if model.config._attn_implementation != PACKED_ATTENTION:  # noqa: SLF001 - transformers has no public reader
+        model.set_attn_implementation(PACKED_ATTENTION)
 
 
 def _bucket(lengths_S: Sequence[int]) -> list[NDArray[np.int64]]:

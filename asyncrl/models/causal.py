@@ -1,4 +1,4 @@
-"""Causal language models with packed attention: required contents of a folder, and checks of a model's forward.
+"""Causal language models: required contents of a folder, and checks of a model's forward.
 
 Invariants: nothing is downloaded; a model that changes its logits after the output layer is refused, because logprobs.py runs the
 output layer separately.
@@ -7,9 +7,8 @@ output layer separately.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -17,15 +16,11 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.models.logprobs import run_inside
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 HEAD_TOLERANCE = 1e-3
-INSIDE = "asyncrl_run_inside"
-"""Attribute of a divided model: a function that runs a pass with gathered weights."""
-
-T = TypeVar("T")
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -139,23 +134,6 @@ def open_folder(field: str, folder: Path, way: Any, dtype: str, *, needs_head: b
         names = f"{', '.join(missing[:4])} ({len(missing)} in all)"
         raise ConfigError(f"{field}: {folder} has no weights for {names}: it holds no whole model for {way.__name__}")
     return model
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention; else a packed row would be read as one text."""
-    if model.config._attn_implementation != PACKED_ATTENTION:  # noqa: SLF001 - transformers has no public reader
-        model.set_attn_implementation(PACKED_ATTENTION)
-
-
-def run_inside(model: torch.nn.Module, work: Callable[[], T]) -> T:
-    """Return the result of `work`, which runs parts of `model` one by one.
-
-    Args:
-        model: If the model is divided over ranks (learner/ranks/fsdp.py), its weights are gathered only while `work` runs.
-        work: A pass over the model; its result is a tensor or a tuple of tensors.
-    """
-    run: Callable[[Callable[[], T]], T] | None = getattr(model, INSIDE, None)
-    return work() if run is None else run(work)
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ float64 model the numbers do not change either.
 
 `token_logprobs` needs no [M, V] tensor for all tokens. The head runs over chunks of tokens; if there are several, a chunk's
 logits are dropped after the forward and computed again in the backward. At most one chunk of logits, its log-probabilities and
-its gradient exist at any time. Arithmetic after the head is float32 (float64 for a float64 model).
+its gradient exist at any time. Arithmetic after the head is float32 (float64 for a float64 model). Where a model's
+parts run one by one, `run_inside` makes them one pass over the model.
 
 C chunk tokens, D hidden, M positions, V vocabulary.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -27,6 +28,20 @@ from asyncrl.errors import ConfigError
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """[C, D] to logits [C, V]."""
+INSIDE = "asyncrl_run_inside"
+"""Attribute of a divided model: a function that runs a pass with gathered weights."""
+T = TypeVar("T")
+
+
+def run_inside(model: torch.nn.Module, work: Callable[[], T]) -> T:
+    """Return the result of `work`, which runs parts of `model` one by one.
+
+    Args:
+        model: If the model is divided over ranks (learner/ranks/fsdp.py), its weights are gathered only while `work` runs.
+        work: A pass over the model; its result is a tensor or a tuple of tensors.
+    """
+    run: Callable[[Callable[[], T]], T] | None = getattr(model, INSIDE, None)
+    return work() if run is None else run(work)
 
 
 class Float32Head(torch.nn.Module):

@@ -1,7 +1,4 @@
-"""Entry and recording of all events of a run's pure state machines (buffer, lifecycle, phases, scaling).
-
-Invariant: only `handle` changes a machine. So the same events, in order and with their times, give the same instructions in
-another process.
+"""Recording of all events of a run's pure state machines (machine.py), and reading it.
 
 RUN/record/decisions-NNNN.bin contains the events of one life of the controller and the instructions of the machines. The file is
 a sequence of chunks, and the length of each chunk is written before it. The first chunk contains the `Beginning`. Every other
@@ -15,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zstandard
@@ -40,47 +37,7 @@ MOST_CHUNK_BYTES = 1 << 30
 LENGTH_BYTES = 4
 Entry = tuple[str, float, msgspec.Raw, msgspec.Raw]
 """Machine, clock seconds, event, and the instructions or the error."""
-Event = TypeVar("Event")
-Instruction = TypeVar("Instruction")
 T = TypeVar("T")
-Watch = Callable[[str, Any, float, "Sequence[Any] | str"], None]
-"""(machine, event, now, instructions); the error instead of instructions if the event was not allowed."""
-
-
-class Value(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An event or an instruction; in a recording it is an array of its name and its fields."""
-
-
-class Machine(Generic[Event, Instruction]):
-    """A pure state machine."""
-
-    name: ClassVar[str]
-    """Name in recordings."""
-    watchers: tuple[Watch, ...] = ()
-    """Functions that receive every event after the machine has decided about it."""
-
-    def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Process one event and return the instructions to carry out, in order.
-
-        Args:
-            event: What happened.
-            now: Clock seconds; never less than at the previous call.
-
-        Raises:
-            AssertionError: The event is not allowed after the events before it, which is a bug of the caller.
-        """
-        try:
-            instructions = self._decide(event, now)
-        except AssertionError as error:
-            for watch in self.watchers:
-                watch(self.name, event, now, str(error))
-            raise
-        for watch in self.watchers:
-            watch(self.name, event, now, instructions)
-        return instructions
-
-    def _decide(self, event: Event, now: float, /) -> list[Instruction]:
-        raise NotImplementedError
 
 
 class Beginning(msgspec.Struct, frozen=True):

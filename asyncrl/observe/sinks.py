@@ -13,6 +13,7 @@ import http.client
 import logging
 import queue
 import re
+import secrets
 import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ import msgspec
 
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.folders import write_whole
 from asyncrl.observe.metrics import COUNTERS, find_metric, finite, unknown_names
 from asyncrl.observe.samples import MOST_FILE_BYTES, SAMPLES_FILE, SampleRow
 from asyncrl.observe.steps import JsonLines
@@ -105,14 +107,23 @@ class MetricSinks:
 
 
 class WandbSink:
-    """Logs to one run of Weights & Biases with the name of our run: online, or into RUN/wandb for a later `wandb sync`."""
+    """Logs to one run of Weights & Biases with the name of our run: online, or into RUN/wandb for a later `wandb sync`.
+
+    RUN/wandb/id holds its id, so that a resumed run goes on with it.
+    """
 
     def __init__(self, config: RunConfig, run_folder: Path) -> None:
         wandb = import_module("wandb")
         self._table = wandb.Table
+        file = run_folder / "wandb" / "id"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, secrets.token_hex(8))
         self._run = wandb.init(
             project=config.observe.wandb_project,
             name=config.name,
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
             dir=str(run_folder),
             mode="online" if config.observe.wandb == "online" else "offline",
             config=without_secrets(config),

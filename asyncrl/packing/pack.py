@@ -313,7 +313,6 @@ def pack_step(
     tokens_per_row: int,
     temperature: float,
     mask_below: int = 0,
-    replay: bool = False,
     ranks: RankPlan = RankPlan(),
     screen: Screen = Screen(),  # noqa: B008 - frozen
 ) -> StepBatch:
@@ -325,7 +324,6 @@ def pack_step(
         tokens_per_row: Token budget of a row; a prompt common to several of its samples counts once.
         temperature: Sampling temperature of the samples.
         mask_below: Tokens of a version under this get mask 0 (policy `mask`); their sample stays, for its group's advantage.
-        replay: Passed on.
         ranks: Learner ranks over which rows are spread, in turns of rows of similar cost, and the number of updates.
         screen: Rules for which samples are trained, and which form pairs.
 
@@ -356,7 +354,6 @@ def pack_step(
         rows=tuple(rows),
         num_trained_tokens=sum(sample.loss_mask.count(1) for sample in samples),
         temperature=temperature,
-        replay=replay,
     )
 
 

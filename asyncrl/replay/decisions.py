@@ -36,10 +36,10 @@ from asyncrl.observe.decisions import (
     Beginning,
     Entry,
     Journal,
-    Machine,
     read_journal,
     recordings,
 )
+from asyncrl.observe.machine import Machine
 from asyncrl.replay.untrained import decoded
 
 SHOWN_CHARACTERS = 400

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
 
 import msgspec
+import psutil
 
 from asyncrl.config.reward import RewardConfig, reward_names
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError, kind_of, trace_of
@@ -277,10 +278,16 @@ class ScoringProcess:
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def kill(self) -> None:
-        """Kill the child and its process group. Safe to repeat."""
+        """Kill the child, its process group and all processes below it, in whatever session. Safe to repeat."""
+        below = list[psutil.Process]()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: what it left has another parent now
+            below = psutil.Process(self.pid).children(recursive=True) if self._process.poll() is None else []
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def hang_up(self) -> None:
         """Stop reading: a process that the child started may keep its socket open after the kill. Only after `begin`."""

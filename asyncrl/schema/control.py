@@ -157,8 +157,6 @@ class Checkpoint(Message, frozen=True, tag="checkpoint"):
     """Controller to learner: write a checkpoint once this version is reached."""
 
     version: int
-    controller_json: str = ""
-    """The controller's own part (data position, issued count), stored beside the model."""
 
 
 class CheckpointDone(Message, frozen=True, tag="checkpoint_done"):

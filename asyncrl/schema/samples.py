@@ -377,8 +377,6 @@ class StepBatch(Message, frozen=True, tag="step_batch"):
     """Sum of the loss masks over all rows and ranks: the denominator of a token mean."""
     temperature: float
     """Temperature at which the samples were generated; the learner divides its logits by it."""
-    replay: bool = False
-    """True if this step was trained before a crash and is repeated from an earlier checkpoint."""
     settings: dict[str, float | int | None] = {}
     """Config values that the learner reads again at each step, by field; missing fields: as at its start."""
 

@@ -181,10 +181,12 @@ class GroupGiven(msgspec.Struct, frozen=True):
 
 
 class Released(msgspec.Struct, frozen=True):
-    """Groups that a caller will not train: all groups of a stream, or single groups."""
+    """Groups that a caller will not train: those of a stream, or single groups."""
 
     stream: str = ""
     groups: tuple[int, ...] = ()
+    first: int = 0
+    """Number of the stream's first group to release; its earlier groups are kept."""
 
 
 class ApiEndpoint(msgspec.Struct, frozen=True):

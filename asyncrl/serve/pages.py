@@ -13,7 +13,7 @@ import math
 import re
 import tomllib
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -37,6 +37,7 @@ from asyncrl.observe.steps import (
     EVENTS_FILE,
     SECONDS_FILE,
     STEPS_FILE,
+    RunEvent,
     SecondReport,
     StepReport,
     Tail,
@@ -64,6 +65,8 @@ MOST_LOG_LINES = 2000
 MOST_LINE_CHARS = 2000
 STAMP, STAMP_CHARS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "), 23
 """The time stamp at the start of a log line."""
+BOUND_CHANGE = re.compile(r"from step (\d+) on: (?:.*, )?buffer\.max_staleness from (\d+) to (\d+)")
+"""The text of an event of a live change that sets another staleness bound."""
 MOST_TIMELINES = 4
 """Number of runs whose spans are kept in memory: 50 MB for a million spans."""
 MOST_TOKENS = 2000
@@ -200,8 +203,9 @@ class Pages:
 
     @_beside
     def series(self, request: web.Request) -> dict[str, Any]:
-        """Return values over all steps (null if a step has none), the newest step, the byte where reading ended, and the bound.
+        """Return values over all steps (null if a step has none), the newest step, and the byte where reading ended.
 
+        Return also the staleness bounds, each with the first step that it held for, and the number of the newest event seen.
         Only the requested values of each line are kept: a run may have 10,000 lines with 150 values each.
         """
         names = [name for name in request.query.get("names", "").split(",") if name]
@@ -218,13 +222,15 @@ class Pages:
                     rows[found.step] = [getattr(found, name) if name in own else found.metrics.get(name) for name in names]
                     newest = found if newest is None or found.step >= newest.step else newest
         steps = sorted(rows)
+        events = list(read_events(self._folder(request)))  # before the config, which a change replaces before its event
         buffer = tomllib.loads(source.read_text(encoding="utf-8")).get("buffer", {}) if source.exists() else {}
         return {
             "steps": steps,
             "columns": {name: [rows[step][place] for step in steps] for place, name in enumerate(names)},
             "newest": newest,
             "offset": num_bytes,
-            "max_staleness": buffer.get("max_staleness"),
+            "bounds": _bounds(events, buffer.get("max_staleness")),
+            "events": events[-1].seq if events else 0,
         }
 
     @_beside
@@ -378,6 +384,22 @@ class Pages:
         if not (path := self._folder(request) / "ledger.sqlite").exists():
             raise ForbiddenError(404, "the run has no ledger on disk")
         return LedgerReader(path, COUNT_LIMIT_S)
+
+
+def _bounds(events: Iterable[RunEvent], newest: int | None) -> list[tuple[int, int]]:
+    """Return the staleness bounds of a run, each with its first step; the last one that began holds. `newest` is the config's."""
+    bounds, resumed = list[tuple[int, int]](), 0
+    for event in events:
+        if event.kind == "restart" and event.subject == "run":
+            resumed = event.version
+        elif event.kind == "change" and (found := BOUND_CHANGE.match(event.text)):
+            step, before, after = map(int, found.groups())
+            if not bounds or bounds[-1][1] != before:  # a resume sets another bound without an event of a change
+                bounds.append((resumed if bounds else 0, before))
+            bounds.append((step, after))
+    if newest is not None and (not bounds or bounds[-1][1] != newest):
+        bounds.append((resumed if bounds else 0, newest))
+    return bounds
 
 
 def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from aiohttp import web
@@ -37,7 +37,19 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import in_order, waits
 from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.reading import compared, file_or_list, json_response, last_event_id, metrics_text, number_of, send_tar, stream
-from asyncrl.serve.records import ANYBODY, OPEN, WHO, Answered, ForbiddenError, Guard, Records, RunRecord, ServerEvent, new_token
+from asyncrl.serve.records import (
+    ANYBODY,
+    OPEN,
+    WHO,
+    Answered,
+    ForbiddenError,
+    Guard,
+    Records,
+    RunRecord,
+    ServerEvent,
+    State,
+    new_token,
+)
 from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, of_fork, resolve
 
 MOST_LISTED = 1000
@@ -304,9 +316,11 @@ class Service:
         limit, before = int(query.get("limit", 100)), int(query.get("before", 1 << 62))
         if not 1 <= limit <= MOST_LISTED:
             raise ForbiddenError(400, f"limit must be from 1 to {MOST_LISTED}, got {limit}")
+        if (state := query.get("state")) is not None and state not in get_args(State):
+            raise ForbiddenError(400, f"state is one of {', '.join(get_args(State))}, got {state[:40]!r}")
         found = [
             run for run in sorted(self.records.runs.values(), key=lambda run: -run.number)
-            if run.number < before and query.get("state", run.state) == run.state
+            if run.number < before and (state is None or run.state == state)
             and query.get("project", run.project) == run.project and ("tag" not in query or query["tag"] in run.tags)
         ]  # fmt: skip
         return {"runs": found[:limit], "next": found[limit - 1].number if len(found) > limit else None}

@@ -108,6 +108,10 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
         RefusedError: The submission has faults; all are listed.
     """
     raw, faults = _raw(submission)
+    if "folder" in submission.set:
+        faults.append(Fault("folder", submission.set["folder"], "the daemon chooses it, below its own folder: leave it out"))
+    if submission.name and submission.set.get("name", submission.name) != submission.name:
+        faults.append(Fault("name", submission.set["name"], f"the submission's own name is {submission.name!r}: leave one out"))
     raw["folder"] = str(folder)
     if submission.name:
         raw["name"] = submission.name

@@ -186,6 +186,11 @@ def load_sweep(given: Path, results: Path | None = None) -> Sweep:
                     f"{path}, cell {label}: the metric accuracy needs eval.at_end = true and a reward function that judges; "
                     'or compare by another metric, as `metrics = ["reward"]`'
                 )
+            if file.bar is not None and not cell.command and config.num_steps < file.window:
+                raise ConfigError(
+                    f"{path}, cell {label}: the bar is for the mean of {file.window} steps (window), and the run has num_steps = "
+                    f"{config.num_steps}: set a smaller window"
+                )
             if not file.same_settings and (other := seen.setdefault(cell.settings, label)) != label:
                 raise ConfigError(
                     f"{path}: {other} and {label} are the same settings under two names; `same_settings = true` allows it"

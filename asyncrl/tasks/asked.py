@@ -133,7 +133,7 @@ class AskedPrompts:
             RunError: The stream was closed after the request.
         """
         stream, first = self._streams.get(asked.stream), list[Asked]()
-        if stream is None:
+        if stream is None or asked.stream in self._closed:
             raise RunError(CLOSED)
         for one in asked.groups:
             known = stream.get(one.number)
@@ -150,10 +150,13 @@ class AskedPrompts:
                 if not self._streams[one.stream]:
                     del self._streams[one.stream]
 
-    def close(self, stream: str) -> list[int]:
-        """Forget a stream; return the groups that were issued for it."""
+    def close(self, stream: str, first: int = 0) -> list[int]:
+        """Close a stream and forget its groups from number `first` on; return those of them that were issued."""
         self._closed.append(stream)
-        mine = list(self._streams.pop(stream, {}).values())
+        known = self._streams.pop(stream, {})
+        if kept := {number: one for number, one in known.items() if number < first}:
+            self._streams[stream] = kept
+        mine = [one for number, one in known.items() if number >= first]
         for one in mine:
             one.why_over = one.why_over or "released"
             one.news.set()

@@ -132,6 +132,10 @@ def build_python(config: PythonTask, seed: int) -> TaskData:
         raise ConfigError(f"{where} raised {kind_of(error)}: {error}") from error
     if not isinstance(task, TaskData):
         raise ConfigError(f"{where} must return asyncrl.tasks.task.TaskData, got {type(task).__name__}")
+    for name, prompts in (("train", task.train), ("held_out", task.held_out)):
+        if not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+            kind = type(prompts).__name__
+            raise ConfigError(f"{where}: {name} must be a list or another sequence, got {kind}: write list(...) around it")
     if not task.train:
         raise ConfigError(f"{where} returned no prompts to train on")
 

@@ -2,6 +2,7 @@
 
 A worker supplies its loops, a handler of orders, and a report for heartbeats. It ends when its work ends, at the order Shutdown,
 or when the connection closes. Then all loops are cancelled. An error in any of them ends the others and is raised alone.
+`telling_from_threads` lets a worker's threads send messages.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 import psutil
 
 from asyncrl.clock import Clock
-from asyncrl.errors import first_fault
+from asyncrl.errors import ConnectionClosed, first_fault
 from asyncrl.schema.control import Heartbeat, Message, Shutdown
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 
@@ -39,6 +40,8 @@ class Stage:
     def __init__(self, connection: Connection, clock: Clock, name: str, heartbeat_s: float, report: Report) -> None:
         self.connection, self.name = connection, name
         self.idle = IdleMeter(clock)
+        self.was_told_to_end = False
+        """The order Shutdown has arrived, so that a connection that closes is no loss."""
         self._clock, self._heartbeat_s, self._report = clock, heartbeat_s, report
         self._process = psutil.Process()
 
@@ -64,7 +67,8 @@ class Stage:
             fault = first_fault(group)
             if fault is not None:
                 raise fault from fault.__cause__  # traceback and cause stay; the groups around it repeat it
-            log.info("the connection to the controller is closed")
+            if not self.was_told_to_end:
+                log.warning("the connection to the controller is closed: %s", self.connection.closed_reason)
             return False
         return True
 
@@ -88,6 +92,7 @@ class Stage:
             await obey(delivery.message)
             delivery.ack()
             if isinstance(delivery.message, Shutdown):
+                self.was_told_to_end = True
                 log.info("shutting down: %s", delivery.message.reason or "asked to")
                 return
 
@@ -104,6 +109,25 @@ class Stage:
             beat = Heartbeat(self.name, self._clock.now(), waiting_for, self.idle.since_s if waiting_for else 0.0, gauges)
             self.connection.try_send(beat, Lane.CONTROL)
             await self._clock.sleep(self._heartbeat_s)
+
+
+@asynccontextmanager
+async def telling_from_threads(connection: Connection) -> AsyncIterator[Callable[[Message], None]]:
+    """Yield a function, callable from any thread, that sends a message on the control lane; messages keep their order."""
+    loop, told = asyncio.get_running_loop(), asyncio.Queue[Message]()
+
+    async def send_told() -> None:
+        with suppress(ConnectionClosed):
+            while True:
+                await connection.send(await told.get(), Lane.CONTROL)
+
+    def tell(message: Message) -> None:
+        loop.call_soon_threadsafe(told.put_nowait, message)
+
+    async with asyncio.TaskGroup() as group:
+        sending = group.create_task(send_told(), name="told from threads")
+        yield tell
+        sending.cancel()
 
 
 class IdleMeter:

@@ -53,8 +53,8 @@ def fingerprints_of(flat: memoryview, ends: Sequence[int], buckets: Iterable[int
 
 
 def version_fingerprint(bucket_fingerprints: bytes) -> str:
-    """Return the version's name: xxh3-128 of its buckets' fingerprints, hex; empty if there are none."""
-    return str(xxhash.xxh3_128_hexdigest(bucket_fingerprints)) if bucket_fingerprints else ""
+    """Return the version's name: xxh3-128 of its buckets' fingerprints, hex."""
+    return str(xxhash.xxh3_128_hexdigest(bucket_fingerprints))
 
 
 def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:

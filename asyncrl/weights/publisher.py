@@ -263,13 +263,13 @@ class Publisher:
     def _commit(self, slot: int, version: int, probe: Probe | None, blocked_ms: float) -> WeightsAvailable:
         """Compute the version's fingerprints and make it available to fetch; return its announcement."""
         assert self._manifest is not None
-        flat, fingerprints = self._flats[slot], b""
+        flat, fingerprints, deltas = self._flats[slot], b"", tuple[Delta, ...]()
         if self._config.medium.on_gpu:
             with side_stream(self._device, self._stream):
                 fingerprints = device_fingerprints(flat, self._ends, self._device)
         elif self._has_fingerprints:
             fingerprints = fingerprints_of(flat.numpy().data, self._ends)
-        name, deltas = version_fingerprint(fingerprints), tuple[Delta, ...]()
+        name = version_fingerprint(fingerprints) if fingerprints else ""
         if self._deltas is None:
             whole = WholeVersion(version, self._writer.commit(slot, version, name), fingerprints)
         else:

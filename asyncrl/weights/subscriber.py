@@ -1,6 +1,7 @@
 """A generator's end of weight sync: it receives a version and verifies it before anything reads it.
 
-Owns the medium's reader, one staging buffer as large as a version, and one fetching thread.
+A `Subscriber` owns the medium's reader, one staging buffer as large as a version, and one fetching thread.
+`open_source` also opens the generator's end of media without one.
 
 Invariants:
 - Tensors are returned only after all bytes have arrived and match the announced fingerprints; until then users of the old version
@@ -31,16 +32,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig, SharedStorageMedium
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.buckets import fingerprints_of, refuse_damaged
 from asyncrl.weights.delta import FetchPlan, apply_delta, blob_fingerprint, plan_fetch, plan_whole
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
-from asyncrl.weights.media.registry import open_reader
+from asyncrl.weights.media.learner_memory import HybridSubscriber
+from asyncrl.weights.media.registry import open_reader, receiver_of
 from asyncrl.weights.media.shared_memory import SharedMemoryReader
-from asyncrl.weights.tensors import MappedTensors
+from asyncrl.weights.tensors import DeferredTensors, MappedTensors
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,15 +111,38 @@ class Subscriber:
         if self._lender is None:
             return self._staging.receive(available, cancelled)
         lease = self._lender.lease(available)
-        try:
-            announced = available.bucket_fingerprints
-            found = fingerprints_of(lease.flat.numpy().data, bucket_ends(available.manifest)) if announced else b""
-            lease.check()
-            refuse_damaged(available, found)
-        except BroadcastError:
-            lease.release()
-            raise
+        if available.bucket_fingerprints:
+            try:
+                found = fingerprints_of(lease.flat.numpy().data, bucket_ends(available.manifest))
+                lease.check()
+                refuse_damaged(available, found)
+            except BroadcastError:
+                lease.release()
+                raise
         return lease
+
+
+class Deferral:
+    """Fetches nothing: the process that holds the model receives the bytes itself."""
+
+    def __init__(self, receiver: str, arguments: bytes) -> None:
+        self._receiver, self._arguments = receiver, arguments
+
+    async def fetch(self, available: WeightsAvailable) -> DeferredTensors:
+        """Return how the model's process receives the version."""
+        return DeferredTensors(available, self._receiver, self._arguments)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def open_source(config: RunConfig, run_folder: Path) -> Subscriber | HybridSubscriber | Deferral:
+    """Return a generator's end of the configured medium: each has `fetch` and `close`."""
+    medium = config.broadcast.medium
+    if isinstance(medium, SharedStorageMedium):
+        return HybridSubscriber(run_folder, getattr(config.generate.engine, "device", "cpu"))
+    receiver = receiver_of(medium, run_folder)
+    return Subscriber(config.broadcast, run_folder) if receiver is None else Deferral(*receiver)
 
 
 def _release_unused(received: Future[MappedTensors]) -> None:

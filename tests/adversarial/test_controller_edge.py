@@ -232,7 +232,10 @@ async def test_a_guest_whose_samples_all_fail_is_sent_away_with_one_line_and_the
                 await guest.send(SampleFailure(work.group_id, index, work.attempt, "generate", "no such kernel"))
         await until(lambda: not world.controller.membership.joined)
         lines = [record.message for record in caplog.records if "is ended" in record.message]
-        assert lines == [f"the connection of {GUEST} is ended: {MOST_GUEST_FAILURES} of its samples in a row failed"]
+        reason = f"{MOST_GUEST_FAILURES} of its samples in a row failed, the first: no such kernel"
+        assert lines == [f"the connection of {GUEST} is ended: {reason}"]
+        with pytest.raises(ConnectionClosed, match=reason):
+            await receive(guest, control.Shutdown)
         failures = world.controller.dispatcher.failures
         assert (failures.share, failures.verdict, failures.set_aside) == (0.0, "", {})
         await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)

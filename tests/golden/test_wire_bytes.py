@@ -55,7 +55,7 @@ MESSAGES = {
     "scores": samples.Scores(17, 1, (samples.Score(0, 0.0, error="it raised"), _SCORE), "reward-0", 11.5, 11.75),
     "scored_group": _GROUP,
     "groups_taken": samples.GroupsTaken(5, (_GROUP,), 3),
-    "step_batch": samples.StepBatch(4, (_PACKED,), (_ROW,), 1, 0.7, replay=True),
+    "step_batch": samples.StepBatch(4, (_PACKED,), (_ROW,), 1, 0.7),
     "step_done": samples.StepDone(4, 5, {"loss/policy": 0.25}, 20.0, 21.5, 0.5),
     "set_phase": control.SetPhase("rollout", 3),
     "phase_reached": control.PhaseReached(
@@ -78,7 +78,7 @@ MESSAGES = {
     "resume": control.Resume(),
     "shutdown": control.Shutdown("done"),
     "abort_group": control.AbortGroup(17),
-    "checkpoint": control.Checkpoint(5, '{"issued": 18}'),
+    "checkpoint": control.Checkpoint(5),
     "checkpoint_done": control.CheckpointDone(5, "/run/checkpoints/step-000005", 0.5),
     "fault": control.Fault("learner-0", "loss is nan", True),
 }  # fmt: skip

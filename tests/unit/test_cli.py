@@ -48,6 +48,12 @@ def test_a_report_of_a_run_without_steps_says_that_there_is_nothing_to_draw(tmp_
     assert ended("report") == (0, f"{tmp_path} has no steps yet: there is nothing to draw\n", "")
 
 
+def test_a_model_folder_without_a_config_is_refused_before_a_generator_joins(tmp_path, ended):
+    status, _, said = ended("join", "--model", str(tmp_path / "none"))
+    assert status == 2
+    assert f"--model {tmp_path / 'none'}: there is no config.json in it" in said
+
+
 @pytest.mark.parametrize(("version", "reason", "at_end", "missing"), [
     (9, "goal reached", True, ""), (9, "drained by a signal", False, ""), (8, "drained by a signal", False, "its last step"),
     (9, "drained by a signal", True, "the end of its last evaluation, or its last checkpoint"),

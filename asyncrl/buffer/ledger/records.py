@@ -1,15 +1,14 @@
-"""The records that are written to the ledger, and the state that is restored from it."""
+"""The records that are written to the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import msgspec
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import GroupState, VersionCounts
-from asyncrl.schema.samples import Prompt, Sample, Samples, ScoredGroup, ScoredSample, Scores
+from asyncrl.schema.samples import Prompt, Samples, Scores
 
 OnCommitted = Callable[[], None]
 
@@ -156,49 +155,3 @@ class SetAsideRecord(WideRecord, frozen=True):
     group_ids: tuple[int, ...]
     reason: str
     now: float
-
-
-@dataclass(slots=True)
-class HeldGroup:
-    """Payloads of a live group: its generated members, some of them scored."""
-
-    prompt: Prompt
-    samples: dict[int, Sample] = field(default_factory=dict)
-    scored: dict[int, ScoredSample] = field(default_factory=dict)
-
-    def as_scored(self, group_id: int) -> ScoredGroup:
-        """Return the group for training, without failed members."""
-        return ScoredGroup(group_id, self.prompt, tuple(self.scored[index] for index in sorted(self.scored)))
-
-    def prompt_ids(self) -> tuple[bytes, str]:
-        """Return the token ids of the prompt, if known, and the generator that they are from (empty: the task)."""
-        if self.prompt.token_ids or not self.samples:
-            return self.prompt.token_ids, ""
-        first = next(iter(self.samples.values()))
-        return first.prompt_ids, first.generator
-
-
-@dataclass(slots=True)
-class Restored:
-    """The content of a ledger besides the state."""
-
-    held: dict[int, HeldGroup] = field(default_factory=dict)
-    returned: dict[int, Prompt] = field(default_factory=dict)
-    """Prompts to issue again, by the id of the dropped or failed group."""
-    step_params: dict[int, StepParams] = field(default_factory=dict)
-    """Parameters of steps that may be repeated."""
-    steps_without_reference: frozenset[int] = frozenset()
-    """Taken steps whose scores have no reference log-probabilities."""
-    newest_version: int = 0
-    cursor: int = 0
-
-    def why_not_repeated(self, to_repeat: Sequence[int]) -> str:
-        """Return why a run whose reference is on inference workers cannot repeat these steps; empty if it can."""
-        steps = [step for step in to_repeat if step in self.steps_without_reference]
-        if not steps:
-            return ""
-        return (
-            f"steps {steps[0]} to {steps[-1]} were taken and are to be trained (again), and their samples were scored without "
-            "reference log-probabilities: algorithm.reference.where = 'worker' (or a reference that was not there before) can be "
-            "set once they are trained and a checkpoint is written; resume with the settings as they were until then"
-        )

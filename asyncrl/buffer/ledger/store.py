@@ -375,6 +375,11 @@ def _lock(path: Path) -> int:
 
 
 def _open(path: Path, identity: dict[str, str]) -> sqlite3.Connection:
+    if _payload_numbers(path) and not (path.exists() and path.stat().st_size):
+        raise LedgerError(
+            f"{path} is missing or empty, and the files of its payloads are there: put it back from a copy, or start a new run "
+            "from a checkpoint of this one"
+        )
     with contextlib.ExitStack() as undo:
         connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
         undo.callback(connection.close)

@@ -125,7 +125,7 @@ def imports_without_gc() -> Iterator[None]:
         gc.enable()
 
 
-async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connection) -> int:
+async def run_to_exit_code(work: Awaitable[object], name: str, connection: Connection) -> int:
     """Await a stage's work and return the exit code; an error is sent to the controller as a Fault."""
     try:
         await work

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.observe.decisions import Value
+from asyncrl.observe.machine import Value
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 

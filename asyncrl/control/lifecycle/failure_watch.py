@@ -39,6 +39,8 @@ SLOW_SCORE_S = 10.0
 UPSTREAM = ("learner", "controller", "reward", "inference", "generator")
 """Processes against the flow of data: each waits for the next one in this list, and the last for the first (weights)."""
 MOST_LINKS = 6
+SILENT_AFTER_BEATS = 10
+"""After this many missing heartbeats a process counts as silent, and what it last waited for is not shown."""
 
 
 class FailureWatch:
@@ -167,21 +169,23 @@ class Wait:
 
     who: str
     what: str
+    """Empty: it has sent no heartbeat since then."""
     since_s: float
 
 
 def wait_chain(waits: Sequence[Wait], now: float) -> str:
-    """Return the waits as one line, from the learner back along the data, links joined by ` <- `.
+    """Return the waits as one line, from the learner back along the data, links joined by ` <- `, silent processes last.
 
     If several processes of one kind wait for the same, only the longest wait is shown, with a count.
     """
     places = {kind: place for place, kind in enumerate(UPSTREAM)}
     links: dict[tuple[int, str], list[Wait]] = {}
     for wait in sorted(waits, key=lambda wait: wait.since_s):
-        links.setdefault((places.get(wait.who.partition("-")[0], len(UPSTREAM)), wait.what), []).append(wait)
+        place = places.get(wait.who.partition("-")[0], len(UPSTREAM)) if wait.what else len(UPSTREAM) + 1
+        links.setdefault((place, wait.what), []).append(wait)
     texts = [
-        f"{first.who} waits for {first.what} since {max(now - first.since_s, 0.0):.0f} s"
-        + (f" (and {len(more)} more)" if more else "")
+        f"{first.who} {f'waits for {first.what}' if first.what else 'has sent no heartbeat'} since "
+        f"{max(now - first.since_s, 0.0):.0f} s" + (f" (and {len(more)} more)" if more else "")
         for _, (first, *more) in sorted(links.items(), key=lambda link: link[0][0])
     ]
     return " <- ".join(texts[:MOST_LINKS] + ([f"{len(texts) - MOST_LINKS} more"] if len(texts) > MOST_LINKS else []))

@@ -22,7 +22,7 @@ from typing import Literal
 
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.observe.decisions import Machine
+from asyncrl.observe.machine import Machine
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import ENDED, Phase
 

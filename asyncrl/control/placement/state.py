@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.observe.decisions import Machine, Value
+from asyncrl.observe.machine import Machine, Value
 from asyncrl.schema.control import Phase, ProcessKind, SetPhase
 
 Stage = Literal["settled", "giving", "taking"]

@@ -240,10 +240,11 @@ def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = Tr
     """
     has_own = has_own_environment(config.launch)  # this machine cannot import from it
     faults = [] if has_own else _path_faults(config, resumed=resumed)
-    try:
-        memory.check_phase_room(config)
-    except ConfigError as error:
-        faults += beside(faults, error)
+    for check in (memory.check_phase_room, *(() if has_own else (memory.check_shares,))):
+        try:
+            check(config)
+        except ConfigError as error:
+            faults += beside(faults, error)
     if imports and user_functions(config) and not has_own:
         faults += _ask(config, in_full=False).faults
     return faults

@@ -48,7 +48,7 @@ from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import save_whole
 from asyncrl.learner.step.microbatch import Row
-from asyncrl.models.attention import PACKED_ATTENTION, build_layout, on_device
+from asyncrl.models.attention import PACKED_ATTENTION, build_layout, on_device, use_packed_attention
 from asyncrl.models.causal import (
     DTYPES,
     check_folder,
@@ -56,10 +56,8 @@ from asyncrl.models.causal import (
     make_savable,
     open_folder,
     rope_positions,
-    run_inside,
-    use_packed_attention,
 )
-from asyncrl.models.logprobs import token_logprobs, use_float32_head
+from asyncrl.models.logprobs import run_inside, token_logprobs, use_float32_head
 from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.weights import Probe
 

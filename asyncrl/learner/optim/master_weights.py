@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncrl.learner.ranks.fsdp import divided_like
+from asyncrl.learner.ranks.group import divided_like
 
 FULL_PRECISION = (torch.float32, torch.float64)
 BUCKET_ELEMENTS = 16 << 20

@@ -22,7 +22,7 @@ from torch.nn.utils import get_total_norm
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
-from asyncrl.learner.ranks.fsdp import divided_like, part_here, whole
+from asyncrl.learner.ranks.group import divided_like, part_here, whole
 
 _MASTER, _SCALE = "master", "loss_scale"
 _ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}

@@ -2,7 +2,7 @@
 
 Each decoder layer is a unit, gathered for its own forward and backward. The rest (embeddings, last norm, output layer, tied or
 not) is one more unit, gathered for a complete pass. The learner runs a model's parts one by one, so that the output layer never
-gets all tokens at once; `models/causal.run_inside` marks the beginning and end of such a pass.
+gets all tokens at once; `models/logprobs.run_inside` marks the beginning and end of such a pass.
 
 Losses are a local numerator over a denominator of all ranks, so gradients are summed over ranks, not averaged, and in float32.
 
@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from asyncrl.errors import LearnerError
-from asyncrl.models.causal import INSIDE
+from asyncrl.learner.ranks.group import whole
+from asyncrl.models.logprobs import INSIDE
 from asyncrl.residency.components import HELD_TOO
 
 T = TypeVar("T")
@@ -85,24 +85,6 @@ def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
 def save_whole(named: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
     """Write `whole_tensors` to a safetensors file; of several ranks one calls this, while the others iterate over them."""
     save_file({name: tensor.contiguous() for name, tensor in whole_tensors(named)}, path)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the complete tensor, detached, on its device; the tensor itself if it is not divided."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def part_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be divided."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def divided_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, complete and equal on every rank, on the device of `other` and divided like `other`."""
-    moved = tensor.to(other.device)
-    if not isinstance(other, DTensor) or tensor.shape != other.shape:
-        return moved
-    return distribute_tensor(moved, other.device_mesh, other.placements, src_data_rank=None)
 
 
 class _Root(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The learner's ranks: sums and gathers over all of them, commands from rank 0 to the others, and the processes of the others.
+"""The learner's ranks: sums, gathers and divided tensors over all of them, commands from rank 0, and the processes of the others.
 
 For the controller all ranks are one process, `learner`: they start, die and restart together. Rank 0 is connected to the
 controller and starts the other ranks as its own processes; they get commands only from rank 0. A command is a task for all ranks
@@ -35,6 +35,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config.broadcast import NCCLMedium
 from asyncrl.config.places import is_loopback
@@ -113,6 +114,24 @@ class Ranks:
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values)
         return parts
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the complete tensor, detached, on its device; the tensor itself if it is not divided."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def divided_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, complete and equal on every rank, on the device of `other` and divided like `other`."""
+    moved = tensor.to(other.device)
+    if not isinstance(other, DTensor) or tensor.shape != other.shape:
+        return moved
+    return distribute_tensor(moved, other.device_mesh, other.placements, src_data_rank=None)
 
 
 def keeps_nccl_on_loopback(config: RunConfig) -> bool:

@@ -2,7 +2,8 @@
 
 1. Forward-only passes with the weights before the step, if needed: proximal and reference log-probabilities, values. A step with
    one update and neither reference nor critic makes none.
-2. Advantages, and corrections that see a whole update, over the samples of all ranks (step/objective.py).
+2. Advantages, and corrections that see a whole update, over the samples of all ranks (step/objective.py;
+   for preferences step/preference.py).
 3. For each update: its rows one after the other (a row is a micro-batch), then gradient clipping, then the optimizer.
 
 Each rank divides its sums by denominators over all ranks, and FSDP sums gradients over ranks (ranks/fsdp.py). So the division of
@@ -33,10 +34,11 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import token_rows
 from asyncrl.learner.optim.optimizer import skip_update
 from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare
-from asyncrl.learner.step.objective import PolicyObjective, PreferenceObjective
+from asyncrl.learner.step.objective import PolicyObjective
 from asyncrl.learner.step.plan import make_plan, run_passes
+from asyncrl.learner.step.preference import PreferenceObjective
 from asyncrl.learner.train_state import TrainState
-from asyncrl.models.causal import use_packed_attention
+from asyncrl.models.attention import use_packed_attention
 from asyncrl.observe.samples import TokenRow
 from asyncrl.schema.samples import StepBatch
 

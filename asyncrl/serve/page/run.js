@@ -50,7 +50,7 @@ export async function run(name, me) {
 
 class RunPage {
   constructor(path, me, record, status, series, evals, { alarms }) {
-    Object.assign(this, { path, me, record, status, evals, alarms, newest: series.newest, steps: series.steps, columns: series.columns, bound: series.max_staleness });
+    Object.assign(this, { path, me, record, status, evals, alarms, newest: series.newest, steps: series.steps, columns: series.columns, bounds: series.bounds, seen: series.events });
     this.top = h("div");
     this.bottom = h("div");
     this.every = h("details", { ontoggle: () => this.showNewest() });
@@ -80,7 +80,11 @@ class RunPage {
         second: (row) => { this.perSecond.take(row); this.later(); },
         step: (report) => this.take(report),
         status: ({ status: newer, record: now }) => { this.status = newer ?? this.status; this.record = now; this.later(); },
-        event: (event) => (event.kind === "evaluation" ? this.evaluate() : event.kind === "alarm" && this.alarm()),
+        event: (event) => {
+          if (event.kind === "evaluation") this.evaluate();
+          else if (event.kind === "alarm") this.alarm();
+          else if (event.kind === "change" && event.seq > this.seen) this.rebound();
+        },
       }, async () => this.ended());
   }
   leave() {
@@ -88,7 +92,10 @@ class RunPage {
     this.stream?.close();
   }
   series(lines) {
-    return lines.map(([name, label]) => [label, name === "bound" ? this.steps.map(() => this.bound) : this.columns[name]]);
+    return lines.map(([name, label]) => [label, name === "bound" ? this.steps.map((step) => this.boundOf(step)) : this.columns[name]]);
+  }
+  boundOf(step) {
+    return this.bounds.findLast(([first]) => first <= step)?.[1] ?? null;
   }
   evalSeries() {
     return [this.evals.map((one) => one.version), [["accuracy", this.evals.map((one) => one.accuracy)], ["reward", this.evals.map((one) => one.reward_mean)]]];
@@ -116,6 +123,11 @@ class RunPage {
   }
   async alarm() {
     ({ alarms: this.alarms } = await ask(`${this.path}/alarms`));
+    this.later();
+  }
+  async rebound() {
+    ({ bounds: this.bounds, events: this.seen } = await ask(`${this.path}/series`));
+    this.hasSteps = true;
     this.later();
   }
   async ended() {

@@ -141,7 +141,7 @@ def joining_from_afar(link: Link, run: Run, *options: object) -> tuple[object, .
     """Return `asyncrl join --address` on what is another machine by name and address."""
     elsewhere = ("ip", "netns", "exec", link.far, "unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh")
     address = (run.folder / "endpoint").read_text().strip()
-    return (*elsewhere, *ASYNCRL, "join", "--address", address, "--model", run.folder / "model", *options)
+    return (*elsewhere, *ASYNCRL, "join", "--address", address, *options)
 
 
 def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(tiny, link, beside, tmp_path):

@@ -21,8 +21,8 @@ from asyncrl.errors import ResidencyError
 from asyncrl.learner.checkpoint import build_train_state, contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.policy import Critic, Reference, character_tokenizer, publishable_tensors
-from asyncrl.learner.ranks.fsdp import Divider, whole, whole_tensors
-from asyncrl.learner.ranks.group import joined_ranks
+from asyncrl.learner.ranks.fsdp import Divider, whole_tensors
+from asyncrl.learner.ranks.group import joined_ranks, whole
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import open_offload
 from asyncrl.models.adapters import adapters_off, add_adapters

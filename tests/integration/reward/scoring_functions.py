@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -36,6 +37,14 @@ def leaves_a_daemon(prompt, text):
     with open(text, "a") as pids:
         pids.write(f"{daemon}\n")
     os._exit(3)
+
+
+def waits_for_a_program(prompt, text):
+    """Start a program in a session of its own, write its number to the file `text`, and wait for it."""
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with open(text, "a") as pids:
+        pids.write(f"{program.pid}\n")
+    program.wait()
 
 
 def on_demand(prompt, text):

@@ -180,6 +180,16 @@ async def test_a_process_whose_socket_is_still_held_after_it_was_killed_is_repla
             os.kill(int(pid), 9)
 
 
+@pytest.mark.timed
+async def test_a_program_that_a_reward_waits_for_ends_with_it(tmp_path):
+    pids = tmp_path / "pids"
+    async with pool_of(named("waits_for_a_program"), timeout_s=1.0) as pool:
+        (score,) = await asyncio.wait_for(all_scores(pool, [str(pids)]), 30)
+        assert "ran past reward.timeout_s" in score.over_limit
+    (pid,) = map(int, pids.read_text().split())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 async def test_a_process_killed_between_samples_costs_none_of_them():
     async with pool_of(ON_DEMAND) as pool:
         await all_scores(pool, ["fine"])

@@ -95,12 +95,18 @@ async def test_a_live_run_is_followed_and_takes_orders(page, daemon, tmp_path):
         asked = "Change learner.learning_rate to 0.002, buffer.max_staleness to {}?"
         assert page.asked == [asked.format(-1), asked.format(1)]
         assert load_config(folder / "config.toml").buffer.max_staleness == 1
+        change = next(event for event in files.read_events(folder) if event.kind == "change")
+        first = int(change.text.removeprefix("from step ").partition(" ")[0])
+        await reached(page, first + 2)
         await ordered(page, "Checkpoint", re.compile("Checkpoint: done, .*step-"))
         await ordered(page, "Pause", "Pause: done")
         await page.get_by_role("cell", name="paused", exact=True).wait_for()
         newest = files.read_steps(folder)[-1]
         await page.get_by_text(f"Every value of step {newest.step}").wait_for()
         assert (await numbers(page))["Reward: mean"] == newest.reward_mean
+        await page.locator("figure", has=page.get_by_text("Staleness, versions", exact=True)).get_by_text("Values").click()
+        for step, *_, bound in await values_of_table(page, f"Staleness, versions: the newest {min(newest.version, 200)}"):
+            assert bound == (2 if step < first else 1), step  # the one that held, though the config has the new one
         assert "generator-0" in [row[0] for row in await rows_of_table(page, "Who waits for whom")]
         await page.wait_for_function(SAYS_WHO_WAITS)
         assert set(page.troubles) == REFUSED

@@ -60,6 +60,27 @@ def scored(groups: list[asyncrl.ScoredGroup]) -> list[list[float]]:
     return [[by_length(group.prompt, member.sample.text) for member in group.members] for group in groups]
 
 
+async def test_other_prompts_find_places_in_the_body_of_a_loop_over_batches_and_after_it(tiny):
+    """What was generated ahead is released, the taken groups are kept, and the task's prompts come in order, each once."""
+    config, taken = tiny(**NO_ENGINE, num_steps=6), list[str]()
+    async with asyncio.timeout(120), asyncrl.Session(config) as session:
+        order = PromptSequence(build_task(config.task, config.seed).train, config.seed)
+        async for groups in session.batches():
+            taken += [group.prompt.prompt_id for group in groups]
+            first = await session.generate(SUMS[:1])  # the taken groups hold four of the eight places
+            await session.release(first)
+            await session.train_step(groups)
+            async with session.stream(SUMS) as others:
+                assert (await anext(others)).prompt.text == "0+0="
+            if session.version == 2:
+                break
+        assert len(await session.generate(SUMS[:2])) == 2
+        gradients = await session.take()
+        taken += [group.prompt.prompt_id for group in gradients]
+        assert taken == [order[index].prompt_id for index in range(12)]
+        assert_balanced(await session.run.status())
+
+
 async def test_synchronous_loops_over_a_session_are_a_plain_loop_bit_for_bit(tiny):
     settings, ours = {**NO_EVALUATION, "generate__num_workers": 2, "buffer__max_staleness": 0, "num_steps": 4}, {}
     for how in ("batches", "stream"):

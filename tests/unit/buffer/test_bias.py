@@ -37,7 +37,7 @@ def finish(bias, group_id, index, length, now):
 
 def end(bias, group_id, outcome, now):
     after = "failed" if outcome == "failed" else "dropped"
-    moved = ev.GroupMoved(group_id, "ready", after, outcome) if outcome else ev.TakeGroups(0, (group_id,), 0, replay=False)
+    moved = ev.GroupMoved(group_id, "ready", after, outcome) if outcome else ev.TakeGroups(0, (group_id,), 0)
     bias.note("buffer", ev.TakeStep(0), now, [moved])
 
 

@@ -259,13 +259,13 @@ def test_a_step_taken_again_is_trained_as_it_was_taken_whatever_a_resume_changed
     buffer = reopen(algorithm=settings, learner=learner)
     assert buffer.state.groups[0].trained == before == (1,)
     taken = buffer.take(0, 3.0)
-    assert (len(taken.groups[0].members), taken.staleness.num_samples, taken.replay) == (3, 1, False)
+    assert (len(taken.groups[0].members), taken.staleness.num_samples, taken.is_repeat) == (3, 1, False)
     buffer.mark_trained(0, 3.5)
 
     buffer = reopen(algorithm=settings | {"mask_truncated": False}, learner={"minibatches": 1})
     buffer.learner_restarted(0, 4.0)
     again = buffer.take(0, 5.0)
-    assert (again.groups, again.params, again.replay) == (taken.groups, taken.params, True)
+    assert (again.groups, again.params, again.is_repeat) == (taken.groups, taken.params, True)
     assert (again.params.minibatches, again.staleness.num_samples) == (4, 1)
     assert again.staleness.metrics["staleness/mean"] == taken.staleness.metrics["staleness/mean"]
 

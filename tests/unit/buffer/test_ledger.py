@@ -50,6 +50,16 @@ def ledger(path):
         yield ledger
 
 
+def test_a_ledger_that_is_gone_beside_its_payloads_is_not_replaced_by_a_new_one(ledger, path):
+    ledger.write(_ready(0))
+    ledger.close()
+    for take_away in (lambda: path.write_bytes(b""), path.unlink):
+        take_away()
+        with pytest.raises(LedgerError, match=r"missing or empty, .* put it back .*, or start a new run"):
+            SqliteLedger(path)
+    assert not path.exists()
+
+
 def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
     ledger, committed = SqliteLedger(path, max_queued=5), []
     for group_id in range(20):

@@ -129,7 +129,7 @@ def test_overrides_go_over_every_form_of_config_and_one_built_in_python_is_check
 KIND_CHANGES = [
     ({"generate": {"engine": {"kind": "transformers", "num_threads": 2}}}, "generate.engine", "fake", {"num_slots": 3}),
     ({"broadcast": {"medium": {"kind": "files", "folder": "weights"}}}, "broadcast.medium", "auto", {}),
-    ({"task": {"kind": "addition", "digits": 3}}, "task", "jsonl", {"path": "a.jsonl"}),
+    ({"task": {"kind": "addition", "digits": 3}}, "task", "python", {"path": "a:b"}),
     ({"model": {"kind": "scratch", "hidden_size": 64}}, "model", "pretrained", {"path": "m"}),
     ({"launch": {"kind": "local", "elastic": {}}}, "launch", "ray", {"strategy": "SPREAD"}),
 ]

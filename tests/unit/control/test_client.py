@@ -185,6 +185,15 @@ async def test_a_run_whose_controller_was_killed_is_lost_and_what_to_do_is_the_l
     ]
 
 
+async def test_all_lines_of_the_controllers_own_error_are_said(tmp_path):
+    (tmp_path / "api.json").write_bytes(msgspec.json.encode(ApiEndpoint("http://127.0.0.1:1", "token", 1, platform.node())))
+    (tmp_path / "logs").mkdir()
+    said = "asyncrl: placement: they do not fit:\n  training 2 GiB of 1\n  set more\n12:00:00 INFO controller | it ends\n"
+    (tmp_path / "logs" / "controller.log").write_text(said)
+    with pytest.raises(RunLostError, match="placement: they do not fit:\n  training 2 GiB of 1\n  set more; `asyncrl resume"):
+        await connect(tmp_path).__aenter__()
+
+
 async def test_a_command_for_a_copy_of_a_live_run_does_not_reach_the_original(tmp_path, monkeypatch):
     control, copied = Endless(), tmp_path / "copied"
     copied.mkdir()

@@ -11,7 +11,7 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, load_config, parse_config
-from asyncrl.control.api import ExternalStep, RunApi, StepAsked
+from asyncrl.control.api import ConfigChange, ExternalStep, RunApi, StepAsked
 from asyncrl.control.controller import KEPT_STEPS, Controller
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.process_main import Ownership
@@ -299,7 +299,7 @@ async def test_only_a_change_of_the_number_of_generators_undoes_elastic_scaling_
         await world.start()
         autoscaler.want(2, 0.0)
         second = await world.launcher.started("generator-1")
-        controller.change({"max_run_s": 999.0}, "me")
+        RunApi(controller).change(ConfigChange({"max_run_s": 999.0}, "me"))
         assert autoscaler.scaler.wanted == 2
         await until(lambda: "generator-1" in controller.supervisor.live)
         autoscaler.want(1, 0.0)
@@ -307,7 +307,7 @@ async def test_only_a_change_of_the_number_of_generators_undoes_elastic_scaling_
         second.exit(0)
         await asyncio.wait_for(world.launcher.started("generator-1", 2), 30)
         assert not controller.reporter.deaths
-        controller.change({"generate.num_workers": 3}, "me")
+        RunApi(controller).change(ConfigChange({"generate.num_workers": 3}, "me"))
         assert autoscaler.scaler.wanted == 3
 
 
@@ -319,7 +319,7 @@ async def test_a_later_goal_is_refused_once_no_more_steps_are_taken_with_how_the
         for phase, then in (("evaluating", PauseRequested()), ("paused", DrainRequested()), ("draining", None)):
             await world.until(phase)
             with pytest.raises(RunError, match=f"is {phase} and .* `asyncrl resume {tmp_path} --set num_steps=9`"):
-                world.controller.change({"num_steps": 9}, "me")
+                RunApi(world.controller).change(ConfigChange({"num_steps": 9}, "me"))
             if then is not None:
                 world.controller.post(then)
 
@@ -360,7 +360,7 @@ async def test_a_process_that_is_started_again_has_time_for_it(tmp_path):
 async def test_who_changes_a_config_is_one_line_in_its_file(tmp_path):
     async with running(tmp_path) as world:
         (tmp_path / "config.toml").write_text(dump_config(world.config), encoding="utf-8")
-        world.controller.change({"max_run_s": 999.0}, "me\nnum_steps = 7\a")
+        RunApi(world.controller).change(ConfigChange({"max_run_s": 999.0}, "me\nnum_steps = 7\a"))
         assert load_config(tmp_path / "config.toml").num_steps == NUM_STEPS
 
 

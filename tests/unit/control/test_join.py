@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import why_weights_do_not_reach
+from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.join import JoinRequest, Membership, joined, own_config
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import ConfigError, ConnectionClosed
@@ -43,8 +44,8 @@ def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_fol
     assert bool(why) == bool(reason)
 
 
-async def _run_of(config, folder: Path) -> Listener:
-    listener = await open_listener(config.transport, folder, judge=Membership(most_joined=1).refusal)
+async def _run_of(config, folder: Path, most_joined: int = 1) -> Listener:
+    listener = await open_listener(config.transport, folder, judge=Membership(most_joined=most_joined).refusal)
     (folder / "endpoint").write_text(listener.address)
     (folder / "api.json").write_text("{}")
     (folder / "config.toml").write_text(dump_config(config))
@@ -117,6 +118,38 @@ async def test_an_address_that_names_no_machine_is_refused_elsewhere_with_what_t
     said = r"every address of there, .*: --address tcp://HOST:4711, and --keys .*client\.key"
     with pytest.raises(ConfigError, match=said):
         await joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint").__aenter__()
+
+
+async def test_a_port_that_cannot_be_is_refused_at_once():
+    with pytest.raises(ConfigError, match="with a port up to 65535; got 'tcp://b:99999'"):
+        await joined(JoinRequest(address="tcp://b:99999"), 7, "endpoint").__aenter__()
+
+
+async def test_two_processes_of_one_pid_and_host_name_join_under_different_names(tmp_path):
+    listener, names = await _run_of(_config(), tmp_path, most_joined=2), set()
+
+    async def come() -> None:
+        async with joined(JoinRequest(run_folder=str(tmp_path)), 1, "endpoint") as here:
+            assert here.name.endswith("-0"), "the number at the end chooses a server"
+            await all_there.wait()
+
+    async with asyncio.TaskGroup() as group, asyncio.timeout(30):
+        all_there = asyncio.Event()
+        for _ in range(2):
+            group.create_task(come())
+            near = await listener.accept()
+            names.add(near.peer.name)
+            await near.send(_terms(_medium(kind="files", folder="/shared")), Lane.CONTROL)
+        all_there.set()
+    assert len(names) == 2
+    await listener.close()
+
+
+def test_a_generator_that_finds_no_place_is_told_how_long_a_killed_one_holds_its_own():
+    membership = Membership(most_joined=1, config=SupervisionConfig(heartbeat_timeout_s=7.0))
+    first, second = (Hello(PROTOCOL, "generator", f"joined-b-{pid}-0", "a", pid) for pid in (7, 8))
+    assert membership.refusal(first) == ""
+    assert "one that was killed holds its place for 7 s" in membership.refusal(second)
 
 
 def test_a_joining_generator_whose_link_broke_is_let_in_again_and_another_of_its_name_is_not():

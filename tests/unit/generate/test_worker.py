@@ -75,7 +75,7 @@ def work(group_id=1, prompt=None, members=3, max_new_tokens=20) -> samples.Group
 
 
 def available(version: int, probe: Probe | None = None) -> WeightsAvailable:
-    return WeightsAvailable(version, "shared_memory", "somewhere", WeightsManifest((), 0), "", 0.0, probe=probe)
+    return WeightsAvailable(version, "shared_memory", "somewhere", WeightsManifest((), 1), "", 0.0, probe=probe)
 
 
 async def test_the_controller_is_told_when_the_engine_has_more_or_less_room() -> None:
@@ -86,6 +86,12 @@ async def test_the_controller_is_told_when_the_engine_has_more_or_less_room() ->
         assert (await controller.report(EngineRoom)).num_slots == 5  # three prompts hold a block each and keep one to grow into
         await controller.order(AbortGroup(1))
         assert (await controller.report(EngineRoom)) == EngineRoom("generator-7", 4)
+
+
+async def test_the_model_folder_in_the_log_is_the_one_that_is_used(caplog) -> None:
+    caplog.set_level("INFO", "asyncrl")
+    async with generator(folder="/learners", model_folder="/mine"):
+        assert "engine ready with 8 slots, model from /mine" in caplog.messages
 
 
 async def test_versions_in_between_are_skipped() -> None:

@@ -54,11 +54,24 @@ def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) ->
     sinks.write(0, 1.0, {"reward/mean": 0.5})
     sinks.write_samples(0, 1.0, [SampleRow(0, 7, 1, "p7", "1+1=", "2 | <b>\n", 0.5, {"exact": 1.0}, 3, 4, 5, "stop")])
     sinks.close()
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    number = (tmp_path / "wandb" / "id").read_text()
+    assert list(tmp_path.glob(f"wandb/offline-run-*-{number}/run-{number}.wandb"))
     [path] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
     table = json.loads(path.read_text())
     [row] = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
     assert (row["prompt"], row["text"], row["reward"]) == ("1+1=", "2 | <b>\n", 0.5)
+
+
+def test_a_resumed_run_goes_on_with_its_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for folder in ("one", "one", "two"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        open_sinks(parse_config({"observe": {"wandb": "online"}}), tmp_path / folder).close()
+    first, again, other = (told for _, told in wandb.init.call_args_list)
+    assert first["id"] == again["id"] != other["id"]
+    assert first["id"].isalnum()
+    assert {told["resume"] for told in (first, again, other)} == {"allow"}
 
 
 def test_wandb_is_told_no_secret_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

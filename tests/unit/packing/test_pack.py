@@ -44,7 +44,7 @@ def test_rows_hold_whole_samples_with_everything_aligned_to_its_token():
     assert list(row.loss_mask) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
     logprobs = [0, 0, -0.1, -0.2, -0.3, 0, 0, -0.1, -0.2, 0, -0.1, -0.2]
     np.testing.assert_allclose(logprobs_from_bytes(row.behaviour_logprobs), logprobs, rtol=1e-6)
-    assert (batch.step, batch.temperature, batch.num_trained_tokens, batch.replay) == (5, 0.7, 6, False)
+    assert (batch.step, batch.temperature, batch.num_trained_tokens) == (5, 0.7, 6)
     assert [s.reward for s in batch.samples] == [1.0, 0.0, 0.5]
 
 

@@ -15,7 +15,8 @@ from asyncrl.control.lifecycle import events as le
 from asyncrl.control.lifecycle.state import IllegalTransitionError
 from asyncrl.control.placement import state as ps
 from asyncrl.errors import ConfigError
-from asyncrl.observe.decisions import Beginning, Recorder, Watch
+from asyncrl.observe.decisions import Beginning, Recorder
+from asyncrl.observe.machine import Watch
 from asyncrl.replay.decisions import machines_of, replay_decisions, replay_run
 
 NUM_STEPS = 6

@@ -30,11 +30,13 @@ from asyncrl.observe.metrics import METRICS
 from asyncrl.observe.sinks import MetricsRow
 from asyncrl.observe.steps import (
     EVAL_FILE,
+    EVENTS_FILE,
     MOST_READ_BYTES,
     SECONDS_FILE,
     STEPS_FILE,
     EvalReport,
     JsonLines,
+    RunEvent,
     SecondReport,
     StepReport,
     set_behind,
@@ -165,7 +167,8 @@ async def test_what_a_body_says_wrong_is_named_and_hostile_ones_are_refused_in_w
     assert {fault["field"] for fault in (await answer.json())["faults"]} == {"num_steps", "seed"}
     engine, code = {"kind": "transformers", "device": "cuda:7"}, {"kind": "python", "path": "os:getcwd"}
     everything = {
-        "learner.compile": True, "learner.logprobs": "fused", "task": {"kind": "jsonl", "path": "/nowhere/train.jsonl"},
+        "learner.compile": True, "learner.logprobs": "fused",
+        "task": {"kind": "jsonl", "chat": False, "path": "/nowhere/train.jsonl"},
         "reward.functions": [code], "generate.engine": engine, "seed.x": 1,
     }  # fmt: skip
     asked = {"config": 'algorithm = {loss = "aipo"}', "set": everything, "presets": ["no_such"], "name": "a/b"}
@@ -371,6 +374,31 @@ async def test_seconds_are_told_once_each_where_their_file_is_full_and_begun_ane
     assert told == [float(number) for number in range(35)]
 
 
+async def test_a_series_has_the_staleness_bound_that_held_at_each_step(service, client, tokens):
+    headers, folder = bearer(tokens["viewer"]), service.records.run_folder("r")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text("[buffer]\nmax_staleness = 2\n")
+
+    async def told():
+        series = await (await client.get("/v1/runs/r/series", headers=headers)).json()
+        return series["bounds"], series["events"]
+
+    def happens(seq, kind, subject, text, bound, version=-1):
+        (folder / "config.toml").write_text(f"[buffer]\nmax_staleness = {bound}\n")
+        write_rows(folder / EVENTS_FILE, RunEvent(seq=seq, time_s=0.0, kind=kind, subject=subject, text=text, version=version))
+
+    assert await told() == ([[0, 2]], 0)
+    happens(1, "change", "me", "from step 5 on: learner.learning_rate from 0.1 to 0.2", 2)
+    assert await told() == ([[0, 2]], 1)
+    happens(2, "change", "me", "from step 174 on: learner.learning_rate from 0.2 to 0.3, buffer.max_staleness from 2 to 1", 1)
+    assert await told() == ([[0, 2], [174, 1]], 2)
+    happens(3, "restart", "learner", "", 1, 180)
+    happens(4, "restart", "run", "resumed at step 190 from step-000190", 3, 190)  # with `--set buffer.max_staleness=3`
+    assert await told() == ([[0, 2], [174, 1], [190, 3]], 4)
+    happens(5, "change", "me", "from step 200 on: buffer.max_staleness from 3 to 0, num_steps from 300 to 250", 0)
+    assert await told() == ([[0, 2], [174, 1], [190, 3], [200, 0]], 5)
+
+
 MODEL, SUMS = ("step-000001/model.safetensors", b"wrong"), ("step-000001/SHA256SUMS", b"0" * 64 + b"  model.safetensors\n")
 
 
@@ -444,14 +472,16 @@ async def test_runs_are_listed_by_state_project_and_tag_and_page_by_page(service
         return [run["id"] for run in answer["runs"]], answer["next"]
 
     for query, names, behind in (
-        ("", ["c", "b", "a", "r"], None), ("state=live", ["a"], None), ("state=ended", ["b", "r"], None), ("state=no", [], None),
+        ("", ["c", "b", "a", "r"], None), ("state=live", ["a"], None), ("state=ended", ["b", "r"], None),
         ("project=p", ["b", "a"], None), ("project=p&state=ended", ["b"], None), ("tag=t", ["c", "b", "a"], None),
         ("tag=c&project=p", [], None), ("limit=2", ["c", "b"], 3), ("limit=2&before=3", ["a", "r"], None),
         ("before=3", ["a", "r"], None), ("project=p&limit=1", ["b"], 3), ("project=p&limit=1&before=3", ["a"], None),
     ):  # fmt: skip
         assert await listed(query) == (names, behind), query
-    for query in ("limit=0", "limit=1001", "limit=x", "before=x"):
-        assert (await client.get(f"/v1/runs?{query}", headers=bearer(tokens["viewer"]))).status == 400, query
+    for query in ("limit=0", "limit=1001", "limit=x", "before=x", "state=no", "state="):
+        answer = await client.get(f"/v1/runs?{query}", headers=bearer(tokens["viewer"]))
+        assert answer.status == 400, query
+        assert "state" not in query or "state is one of queued, starting, live, ended, got" in (await answer.json())["error"]
 
 
 async def test_a_queued_run_has_its_rules_of_alarms_before_it_has_started(service, client, tokens):

@@ -63,6 +63,12 @@ def test_code_is_refused_outside_the_code_roots_and_taken_inside(tmp_path):
     assert demand.cores == 2
 
 
+def test_the_folder_is_the_daemons_and_two_names_are_refused(tmp_path):
+    faults = faults_of(tmp_path, set={"folder": "/elsewhere", "name": "b"}, name="a")
+    assert set(faults) == {"folder", "name"}
+    assert resolve(Submission(set={"name": "a"}, name="a"), tmp_path, (), MACHINE)[0].name == "a"
+
+
 def test_a_model_that_is_not_there_is_said_beside_what_the_machine_does_not_have(tmp_path):
     missing = {"model": {"kind": "pretrained", "path": "/nowhere"}, "learner.device": "cuda:1"}
     faults = faults_of(tmp_path, set=missing)  # its memory is not known, its GPUs are

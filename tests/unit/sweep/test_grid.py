@@ -51,6 +51,7 @@ def test_cells_are_runs_of_the_base_config_seed_by_seed_in_an_order_that_the_see
     ('metrics = ["seconds_to_bar"]\n', "seconds_to_bar needs a bar, as `bar = 0.8`"),
     ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [1, 1]\n', "max_staleness=1 is there twice"),
     ("seeds = [1, 2, 1]\n", "1 is there twice"),
+    ("bar = 0.5\nwindow = 20\nset = { num_steps = 7 }\n", "cell base: .* 20 steps .*num_steps = 7: set a smaller"),
     ('metrics = ["accuracy", "bias/lengths"]\n', "no step has a metric bias/lengths; there are seconds_to_bar"),
     ('metrics = ["eval/reward_mean", "warm_start/loss", "process/idle_s", "process/generated_tokens/generator-0"]\n',
      "no step has a metric eval/reward_mean, warm_start/loss, process/idle_s; there"),

@@ -30,6 +30,7 @@ def colours(seed):
 def of(*prompts):
     return lambda seed: TaskData(train=[Prompt("c0"), *prompts], held_out=[])
 
+endless = lambda seed: TaskData(train=(Prompt(f"c{number}") for number in range(9)), held_out=[])
 nothing, wrong, number = lambda seed: TaskData(train=[], held_out=[]), lambda seed: ["red"], 3
 answer, columns, text = of(Prompt("c1", answer=46)), of(Prompt("c1", reference_json={"tests": []})), of("red")
 role, ids = of(Prompt("c1", messages=[ChatMessage("bot", "a")])), of(Prompt("c1", token_ids={1: object()}))
@@ -72,6 +73,7 @@ def test_prompts_of_a_users_function_are_as_other_processes_read_them(module):
     (AdditionTask(digits=1), "under 100.*got 512"), (PythonTask(path="my_colours:number"), "no function 'number'"),
     (PythonTask(path="my_colours:wrong"), "must return .*TaskData, got list"),
     (PythonTask(path="my_colours:nothing"), "no prompts"),
+    (PythonTask(path="my_colours:endless"), r"train must be a list or another sequence, got generator: write list\(...\)"),
     (PythonTask(path="my_colours:raising"), r"raised KeyError at my_colours.py:\d+: 'colour'"),
     (PythonTask(path="my_colours:answer"), r"my_colours:answer.*'c1'.*got `int` - at `\$.answer`"),
     (PythonTask(path="my_colours:columns"), r"'c1'.*at `\$.reference_json`"),

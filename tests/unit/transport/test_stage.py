@@ -6,7 +6,11 @@ import traceback
 import pytest
 
 from asyncrl.errors import LearnerError
+from asyncrl.schema.control import Shutdown
+from asyncrl.schema.samples import GroupWork
+from asyncrl.transport.protocol import Lane
 from asyncrl.transport.stage import IdleMeter, Stage
+from tests.builders import channel_of
 from tests.virtual_clock import VirtualClock
 
 
@@ -33,6 +37,27 @@ async def test_the_cause_of_an_error_in_a_loop_stays_and_the_groups_around_it_go
     said = "".join(traceback.format_exception(failed.value))
     assert 'int("my bug")' in said
     assert "Group" not in said
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_a_connection_that_closes_without_shutdown_is_a_loss_whose_reason_is_logged(is_told, caplog):
+    async def obey(_):
+        pass
+
+    async def serve():
+        async for _ in stage.requests(GroupWork):
+            pass
+
+    async with channel_of("generator", "generator-7") as (near, far), asyncio.TaskGroup() as group:
+        stage = Stage(near, VirtualClock(), "generator-7", 1.0, lambda: ("", {}))
+        group.create_task(stage.run(obey, serve()))
+        if is_told:
+            await far.send(Shutdown(), Lane.CONTROL)
+        await asyncio.sleep(0)
+        await far.close("its samples failed")
+    assert stage.was_told_to_end == is_told
+    lines = [record.message for record in caplog.records if "is closed" in record.message]
+    assert lines == ([] if is_told else ["the connection to the controller is closed: its samples failed"])
 
 
 def test_time_is_idle_while_nothing_runs_or_all_stands_still():

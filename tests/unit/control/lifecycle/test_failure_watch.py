@@ -72,6 +72,8 @@ def test_chain_runs_from_the_learner_back_along_the_data_and_many_with_one_compl
         "learner waits for a batch (12 of 32 groups ready) since 14 s <- controller waits for scores of 3 groups since 10 s"
         " <- generator-0 waits for weights of version 7 since 16 s (and 63 more)"
     )
+    waits = [Wait("learner", "", 70.0), *waits[:2]]
+    assert wait_chain(waits, now=100.0).endswith("since 16 s (and 1 more) <- learner has sent no heartbeat since 30 s")
     waits = [Wait(f"generator-{number}", f"thing {number}", 0.0) for number in range(9)]
     assert wait_chain(waits, now=1.0).endswith(" <- 3 more")
 

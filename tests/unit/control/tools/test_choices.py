@@ -108,7 +108,8 @@ def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, messages):
 
 
 async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_names_it(tmp_path):
-    task = {"kind": "jsonl", "path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    files = {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    task = {"kind": "jsonl", "chat": False, **files}
     config = parse_config({"task": task, "folder": str(tmp_path), "name": "early"})
     with pytest.raises(ConfigError, match=r"task.path: there is no file .*train.jsonl\ntask.held_out_path: .*test.jsonl"):
         async with Run(config):
@@ -196,3 +197,10 @@ def test_a_phase_without_room_is_said_beside_what_is_wrong_with_folders(tmp_path
     unwritten, no_room = start_faults(parse_config(wrong))
     assert unwritten.startswith("folder: ")
     assert "does not fit the device" in no_room
+
+
+def test_shares_of_one_device_that_do_not_fit_are_said_before_anything_starts(tmp_path):
+    shares = {"kind": "async_hybrid", "device_memory_gib": 0.002}
+    (said,) = start_faults(parse_config({"folder": str(tmp_path), "placement": shares}))
+    assert said.startswith("placement: training and generation do not fit")
+    assert "set placement.device_memory_gib to at least" in said

@@ -57,8 +57,8 @@ class GroupStream:
             raise ConfigError(f"prompts must be several, as a list: [prompt]; got {prompts!r}")
         self._run, self._size, self._max_new_tokens = run, size, max_new_tokens
         self._window, self._is_over, self._say_after_s, self._is_followed = window, is_over, say_after_s, is_followed
-        self.make_room: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Called before groups are requested."""
+        self.make_room: Callable[[], Coroutine[Any, Any, bool]] | None = None
+        """Called before groups are requested, and while no place is free; returns whether it released some."""
         self._name = uuid.uuid4().hex
         self.num_given = 0
         """Number of prompts whose group was given or left out."""
@@ -157,15 +157,16 @@ class GroupStream:
 
     async def _say_what_is_held(self) -> None:
         """Log a warning once, if no group can come until the caller trains or releases some."""
-        await asyncio.sleep(self._say_after_s)
-        with contextlib.suppress(RunError):
-            status = await self._run.status()
-            if CALLER_HOLDS in status.waiting and not status.groups["taken"]:
-                held = "are neither trained nor released, and hold every place under buffer.max_staleness"
-                ahead = "if another stream of this program generated them ahead, read and train that, or leave it"
-                log.warning(
-                    "nothing is generated: %d groups %s; train some, or `release` them; %s", status.groups["ready"], held, ahead
-                )
+        while True:
+            await asyncio.sleep(self._say_after_s)
+            with contextlib.suppress(RunError):
+                status = await self._run.status()
+                is_stuck = CALLER_HOLDS in status.waiting and not status.groups["taken"]
+                if is_stuck and not (self.make_room and await self.make_room()):
+                    break
+        held = "are neither trained nor released, and hold every place under buffer.max_staleness"
+        ahead = "if another stream of this program generated them ahead, read and train that, or leave it"
+        log.warning("nothing is generated: %d groups %s; train some, or `release` them; %s", status.groups["ready"], held, ahead)
 
 
 async def batched(groups: AsyncIterable[T], n: int) -> AsyncIterator[list[T]]:

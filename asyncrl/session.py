@@ -365,19 +365,25 @@ class Session:
             self._after_taken = max(self._behind[group_id] for group_id in self._taken)
             return groups
 
-    async def _put_task_aside(self) -> None:
+    async def _put_task_aside(self) -> bool:
         """Release what was generated ahead for `take`, so that other prompts find a place; the next `take` asks for it again.
 
         A call of `take` or of a step that is under way keeps it: the places are free once that step is trained.
         """
-        if self._own is None or self._taking.locked() or self._steps.locked():
-            return
+        if self._taking.locked() or self._steps.locked():
+            return False
         async with self._taking:
-            await self._end_gathering()
-            own, gathered, self._own, self._gathered = self._own, self._gathered, None, []
-            await own.close(first=own.num_given)
-            with contextlib.suppress(RunError):  # the run is over, and all of them with it
-                await self.release(gathered)
+            if self._own is None:
+                return False
+            await to_its_end(self._release_ahead(self._own))
+            return True
+
+    async def _release_ahead(self, own: GroupStream) -> None:
+        await self._end_gathering()
+        gathered, self._own, self._gathered = self._gathered, None, []
+        await own.close(first=own.num_given)
+        with contextlib.suppress(RunError):  # the run is over, and all of them with it
+            await self.release(gathered)
 
     async def _gather(self, step: int) -> list[ScoredGroup]:
         """Wait until a step's groups are scored, pack them, and return them."""

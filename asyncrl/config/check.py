@@ -21,7 +21,7 @@ from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig, 
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.places import generators_share_gpus, is_every_interface, is_loopback, needs_of, places_of, shown
 from asyncrl.config.reward import AnswerMatchReward, CallerReward, OverlongPenalty, PreferenceReward, reward_names
-from asyncrl.config.run import PreferencesTask, RayLaunch, ReasoningGymTask, RunConfig
+from asyncrl.config.run import PreferencesTask, RayLaunch, RunConfig
 from asyncrl.schema.control import ProcessKind
 
 MOST_NAME_BYTES = 200
@@ -124,10 +124,6 @@ def _task(config: RunConfig) -> Iterator[str]:
         yield f"packing.tokens_per_row ({row}) must be at least {2 * longest}, {pair}"
     if algorithm.kind == "dpo" and config.buffer.policy == "mask":
         yield "buffer.policy = 'mask' cuts old tokens out of the loss, and 'dpo' compares whole answers: set 'wait' or 'drop'"
-    has_turns = isinstance(config.task, ReasoningGymTask) or getattr(config.task, "chat", False)
-    if has_turns and isinstance(config.model, ScratchModel) and isinstance(config.generate.engine, TransformersEngineConfig):
-        instead = "set model.kind = 'pretrained'" + (", or task.chat = false" if hasattr(config.task, "chat") else "")
-        yield f"model.kind 'scratch' has no chat template, and the prompts of this task are chat turns: {instead}"
     if isinstance(config.task, PreferencesTask) != replays:
         yield "task.kind = 'preferences' and generate.engine.kind = 'replay' go together: set both or neither"
     if not replays and any(isinstance(function, PreferenceReward) for function in config.reward.functions):

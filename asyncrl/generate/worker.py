@@ -37,7 +37,7 @@ from asyncrl.observe.steps import MemoryLine, open_memory
 from asyncrl.schema import control as msg
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
-from asyncrl.transport.protocol import Connection, Delivery, Lane
+from asyncrl.transport.protocol import GOODBYE, Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 from asyncrl.weights.media.base import LentTensors
 
@@ -113,7 +113,7 @@ class GeneratorWorker:
                 self._timeline.close()
             if self._rollout is not None:
                 await self._rollout.engine.close()
-        return self._stage.was_told_to_end
+        return self._stage.was_told_to_end or self._connection.closed_reason == GOODBYE
 
     async def _obey(self, order: msg.Message) -> None:
         match order:

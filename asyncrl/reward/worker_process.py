@@ -280,13 +280,13 @@ class ScoringProcess:
     def kill(self) -> None:
         """Kill the child, its process group and all processes below it, in whatever session. Safe to repeat."""
         below = list[psutil.Process]()
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: what it left has another parent now
+        with contextlib.suppress(psutil.Error):  # it has ended: what it left has another parent now
             below = psutil.Process(self.pid).children(recursive=True) if self._process.poll() is None else []
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
 
     def hang_up(self) -> None:

@@ -154,9 +154,9 @@ class AskedPrompts:
         """Close a stream and forget its groups from number `first` on; return those of them that were issued."""
         self._closed.append(stream)
         known = self._streams.pop(stream, {})
-        if kept := {number: one for number, one in known.items() if number < first}:
+        if kept := {number: one for number, one in known.items() if number < first and one.is_ready}:
             self._streams[stream] = kept
-        mine = [one for number, one in known.items() if number >= first]
+        mine = [one for number, one in known.items() if number not in kept]
         for one in mine:
             one.why_over = one.why_over or "released"
             one.news.set()

@@ -32,7 +32,7 @@ from asyncrl.config.learner import PretrainedModel, ScratchModel
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import with_chosen_medium, with_launch_choices
 from asyncrl.config.reward import PythonReward
-from asyncrl.config.run import JsonlTask, PreferencesTask, PythonTask, RayLaunch, RunConfig, has_own_environment
+from asyncrl.config.run import JsonlTask, PreferencesTask, PythonTask, RayLaunch, ReasoningGymTask, RunConfig, has_own_environment
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import limits, memory
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
@@ -240,6 +240,11 @@ def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = Tr
     """
     has_own = has_own_environment(config.launch)  # this machine cannot import from it
     faults = [] if has_own else _path_faults(config, resumed=resumed)
+    has_turns = isinstance(config.task, ReasoningGymTask) or getattr(config.task, "chat", False)
+    is_bare = isinstance(config.model, ScratchModel) and isinstance(config.generate.engine, TransformersEngineConfig)
+    if has_turns and is_bare and config.learner.kind != "driven":  # else the caller gives prompts
+        instead = "set model.kind = 'pretrained'" + (", or task.chat = false" if hasattr(config.task, "chat") else "")
+        faults.append(f"model.kind 'scratch' has no chat template, and the prompts of this task are chat turns: {instead}")
     for check in (memory.check_phase_room, *(() if has_own else (memory.check_shares,))):
         try:
             check(config)

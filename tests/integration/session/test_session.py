@@ -69,7 +69,14 @@ async def test_other_prompts_find_places_in_the_body_of_a_loop_over_batches_and_
             taken += [group.prompt.prompt_id for group in groups]
             first = await session.generate(SUMS[:1])  # the taken groups hold four of the eight places
             await session.release(first)
+            late = session.stream(SUMS[:1])
+            late._say_after_s = 0.2
+            reading = asyncio.get_running_loop().create_task(anext(late))  # in a step nothing is put aside, but soon after it
             await session.train_step(groups)
+            assert (await reading).prompt.text == "0+0="
+            await late.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.generate(SUMS[:1]), 0.001)  # cancelled, whatever it was doing
             async with session.stream(SUMS) as others:
                 assert (await anext(others)).prompt.text == "0+0="
             if session.version == 2:

@@ -98,9 +98,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (NO_MODEL | {"learner__fake_step_s": -1.0}, "fake_step_s"),
     (NO_MODEL | {"learner__kind": "external"}, "has no learner process"),
     (NO_MODEL | COLOCATED | {"buffer__max_staleness": 0}, "set 'disaggregated'"),
-    # prompts
-    ({"task": {"kind": "jsonl", "path": "p.jsonl"}}, "no chat template, .* set model.kind = 'pretrained', or task.chat = false"),
-    ({"task": {"kind": "reasoning_gym"}}, "no chat template"),
     # placements
     (COLOCATED | {"learner__kind": "external"}, "learner.kind 'external'"),
     (COLOCATED | {"learner__ranks": 2, "learner__device": "cuda"}, "one device and learner.ranks = 2 .* has 2"),

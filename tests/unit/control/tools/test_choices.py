@@ -199,6 +199,14 @@ def test_a_phase_without_room_is_said_beside_what_is_wrong_with_folders(tmp_path
     assert "does not fit the device" in no_room
 
 
+@pytest.mark.parametrize("task", [{"kind": "jsonl", "path": __file__}, {"kind": "reasoning_gym"}])
+def test_a_scratch_model_has_no_chat_template_for_a_tasks_turns(tmp_path, task):
+    (said,) = start_faults(parse_config({"folder": str(tmp_path), "task": task}))
+    assert "has no chat template" in said
+    assert said.endswith("or task.chat = false") == ("path" in task)
+    assert start_faults(parse_config({"folder": str(tmp_path), "task": {**task, "chat": False}} if "path" in task else {})) == []
+
+
 def test_shares_of_one_device_that_do_not_fit_are_said_before_anything_starts(tmp_path):
     shares = {"kind": "async_hybrid", "device_memory_gib": 0.002}
     (said,) = start_faults(parse_config({"folder": str(tmp_path), "placement": shares}))

@@ -317,6 +317,8 @@ class RunClient:
         if full := _full_disk(folder):
             return RunLostError(f"{lost}: {full}")
         reason, end_of_log = _last_words(folder)
+        if reason and (folder / "ledger.sqlite.lock").exists() and not (folder / "ledger.sqlite").exists():
+            return RunLostError(f"{lost}: {reason}")  # without its ledger it cannot be resumed
         return RunLostError(f"{end_of_log}{lost}: {f'{reason}; ' if reason else ''}`asyncrl resume {folder}` goes on with it")
 
     async def _close(self) -> None:

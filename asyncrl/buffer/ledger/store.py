@@ -202,6 +202,8 @@ class SqliteLedger:
                 units = self._next_units()
                 self._busy = True
             try:
+                if not self.path.exists():  # SQLite would go on with the file that has no name
+                    raise FileNotFoundError("it was removed while the run used it")
                 self._connection.execute("BEGIN IMMEDIATE")
                 records = [record for unit in units for record in unit[0]]
                 insert(self._connection, records, self._payloads.append)
@@ -212,9 +214,10 @@ class SqliteLedger:
                     used = self._connection.execute(pointed_into, (first,)).fetchall()
                     self._payloads.remove_all_but({number for (number,) in used})
             except _NOT_WRITTEN as cause:
+                resumes = "`asyncrl resume` goes on from the last commit"
+                remedy = resumes if self.path.exists() else "start a new run from a checkpoint of this one"
                 error = LedgerError(
-                    f"{self.path}: commit failed: {cause}; later records are not stored, so the run must stop; `asyncrl resume` "
-                    "goes on from the last commit"
+                    f"{self.path}: commit failed: {cause}; later records are not stored, so the run must stop; {remedy}"
                 )
                 with self._changed:
                     self._error, self._busy = error, False

@@ -60,6 +60,13 @@ def test_a_ledger_that_is_gone_beside_its_payloads_is_not_replaced_by_a_new_one(
     assert not path.exists()
 
 
+def test_a_ledger_that_is_removed_while_a_run_writes_it_ends_the_run(ledger, path):
+    path.unlink()
+    ledger.write(_ready(0))
+    with pytest.raises(LedgerError, match=r"it was removed while the run used it; .* start a new run from a checkpoint"):
+        ledger.sync()
+
+
 def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
     ledger, committed = SqliteLedger(path, max_queued=5), []
     for group_id in range(20):

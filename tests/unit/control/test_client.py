@@ -192,6 +192,9 @@ async def test_all_lines_of_the_controllers_own_error_are_said(tmp_path):
     (tmp_path / "logs" / "controller.log").write_text(said)
     with pytest.raises(RunLostError, match="placement: they do not fit:\n  training 2 GiB of 1\n  set more; `asyncrl resume"):
         await connect(tmp_path).__aenter__()
+    (tmp_path / "ledger.sqlite.lock").touch()  # and its ledger was removed
+    with pytest.raises(RunLostError, match=r"set more$"):
+        await connect(tmp_path).__aenter__()
 
 
 async def test_a_command_for_a_copy_of_a_live_run_does_not_reach_the_original(tmp_path, monkeypatch):

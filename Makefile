@@ -55,7 +55,7 @@ tools:
 	$(MAKE) browser
 
 # The first pytest command runs all tests without the mark `timed`, over PYTEST_JOBS processes (tests/conftest.py explains how). The second
-# runs the `timed` tests over three processes: these tests mostly wait, and all of them are in the three folders named there.
+# runs the `timed` tests over five processes: these tests mostly wait, and all of them are in the four folders named there.
 # Both commands get PYTEST_ARGS: `make test PYTEST_ARGS="-k name"`.
 PYTEST_JOBS ?= 4
 PYTEST_ARGS ?=
@@ -65,7 +65,8 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: tools
 	@failed=0; \
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not timed" $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder -m timed tests/contract/media tests/integration/ranks tests/integration/reward \
+	  tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
 # For quick checks during a change: only tests that start no processes.

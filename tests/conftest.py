@@ -3,7 +3,7 @@ check of how long it takes to draw) and does not draw anew on each (`pytest --hy
 
 `make test` runs first, over four processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays
 in one process, and so do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long
-tests begin first, so that no process is left with one at the end. Then those that are, one by one over three: they wait most of
+tests begin first, so that no process is left with one at the end. Then those that are, one by one over five: they wait most of
 the time.
 
 Torch has one thread in a process of tests: what is computed is tiny, and threads that wait for a core that another has cost ten

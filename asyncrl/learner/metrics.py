@@ -114,8 +114,10 @@ class StepTokens:
         dtype = torch.promote_types(current.dtype, torch.float32)
         table = current.new_full((len(columns), len(current)), math.nan, dtype=dtype)
         for line, values in zip(table, columns.values(), strict=True):
-            if values is not None:
-                line.copy_(torch.as_tensor(values))
+            if isinstance(values, torch.Tensor):
+                line.copy_(values, non_blocking=True)  # a blocking copy of `places` would wait for the row's forward
+            elif values is not None:
+                line.fill_(values)
         self._names = tuple(columns)
         self._tables.append(table)
         self._num_sequences += inputs.num_sequences

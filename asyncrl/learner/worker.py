@@ -172,8 +172,8 @@ class LearnerWorker:
         self._initial = initial
         is_whole = initial.train_state.ranks.size == 1 and not needs_offload(self._config)  # else the first step compiles
         if self._config.learner.compile and is_whole and not self._is_ending:
-            state, fused = initial.train_state, self._config.learner.logprobs == "fused"
-            await self._on_thread(lambda: compile_now(state.model, state.optimizer, fused=fused))
+            state = initial.train_state
+            await self._on_thread(lambda: compile_now(state.model, state.optimizer, self._config, state.reference))
         if self._config.observe.records_batches and initial.train_state.ranks.size == 1:
             (self._run_folder / RECORD_FOLDER).mkdir(exist_ok=True)
             self._versions = JsonLines(self._run_folder / RECORD_FOLDER / VERSIONS_FILE)

@@ -124,7 +124,11 @@ def token_logprobs(
 
     if len(hidden) <= chunk_tokens:
         return of_chunk(hidden, target_ids)
-    chunks = zip(torch.split(hidden, chunk_tokens), torch.split(target_ids, chunk_tokens), strict=True)
+    if fused:  # in equal parts: for a last one of a single position the kernels would be compiled again
+        num_chunks = -(-len(hidden) // chunk_tokens)
+        chunks = zip(hidden.tensor_split(num_chunks), target_ids.tensor_split(num_chunks), strict=True)
+    else:
+        chunks = zip(torch.split(hidden, chunk_tokens), torch.split(target_ids, chunk_tokens), strict=True)
     if torch.is_grad_enabled():
         parts = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:

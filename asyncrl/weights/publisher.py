@@ -265,8 +265,12 @@ class Publisher:
         assert self._manifest is not None
         flat, fingerprints, deltas = self._flats[slot], b"", tuple[Delta, ...]()
         if self._config.medium.on_gpu:
-            with side_stream(self._device, self._stream):
-                fingerprints = device_fingerprints(flat, self._ends, self._device)
+            try:
+                with side_stream(self._device, self._stream):
+                    fingerprints = device_fingerprints(flat, self._ends, self._device)
+            except torch.OutOfMemoryError as error:
+                instead = "set packing.tokens_per_row lower, or broadcast.medium.kind to shared_memory"
+                raise BroadcastError(f"{self._device} has no room to compute fingerprints ({error}); {instead}") from error
         elif self._has_fingerprints:
             fingerprints = fingerprints_of(flat.numpy().data, self._ends)
         name = version_fingerprint(fingerprints) if fingerprints else ""

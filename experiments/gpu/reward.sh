@@ -5,7 +5,8 @@
 #            buffer.max_staleness. _mps: learner and generator share the GPU by NVIDIA's MPS daemon, begun and ended here.
 #   LIMIT_S  no arm begins later than so many seconds after the start (default 420): a lent machine's time is short
 #   STEPS    default 60
-# Needs models/SmolLM2-135M-Instruct. Writes OUT/ARM/ (a run's folder), OUT/trl.jsonl and what each printed; a table at the end.
+# Needs models/SmolLM2-135M-Instruct; uses build/gpu-site (scripts/gpu_check.sh unpacks it) where it is there. Writes OUT/ARM/ (a run's
+# folder, an earlier one is replaced), OUT/trl.jsonl and what each printed; a table at the end.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: reward.sh OUT [ARM...]}
@@ -13,15 +14,18 @@ shift
 arms=${*:-async2 trl async1 async0 async2_mps colocated1 colocated0 async2_shm async2_eager}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 steps=${STEPS:-60}
+[ -d models/SmolLM2-135M-Instruct ] || { echo "models/SmolLM2-135M-Instruct is not there; scripts/gpu_check.sh makes it"; exit 2; }
 mkdir -p "$out"
+out=$(realpath "$out") # the MPS daemon does not share this folder
 rm -f "$out/go" "$out/go.ready" "$out/trl.jsonl"
 export OMP_WAIT_POLICY=PASSIVE VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/build/gpu-site${PYTHONPATH:+:$PYTHONPATH}"
 
 # run NAME [PRESET...] [--set ...]
 run() {
   local name=$1
   shift
+  rm -rf "${out:?}/$name"
   "$python" -m asyncrl run experiments/gpu/reward.toml experiments/gpu/vllm.toml --set num_steps="$steps" "$@" --plain \
     --set folder="$out" --set name="$name" >"$out/$name.txt" 2>&1 || echo "FAILED: $name, see $out/$name.txt"
 }
@@ -46,8 +50,12 @@ for arm in $arms; do
     async2_mps)
       export CUDA_MPS_PIPE_DIRECTORY=$out/mps CUDA_MPS_LOG_DIRECTORY=$out/mps
       mkdir -p "$out/mps"
-      nvidia-cuda-mps-control -d && run async2_mps "$shared" --set buffer.max_staleness=2
-      echo quit | nvidia-cuda-mps-control
+      if nvidia-cuda-mps-control -d; then
+        run async2_mps "$shared" --set buffer.max_staleness=2
+        echo quit | nvidia-cuda-mps-control
+      else
+        echo "FAILED: async2_mps, the MPS daemon did not start"
+      fi
       unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
       ;;
     async2_shm) run async2_shm "$shared" --set buffer.max_staleness=2 --set broadcast.medium.kind=shared_memory ;;
@@ -65,7 +73,9 @@ out = pathlib.Path(sys.argv[1])
 told = {"trl": [json.loads(line) for line in (out / "trl.jsonl").open()]} if (out / "trl.jsonl").exists() else {}
 for path in sorted(path for path in out.glob("*/steps.jsonl") if path.parent.name != "warm"):
     events = [json.loads(line) for line in (path.parent / "events.jsonl").open()]
-    begun_s = next(event["time_s"] for event in events if event["kind"] == "phase" and event["subject"] == "running")
+    begun_s = next((event["time_s"] for event in events if event["kind"] == "phase" and event["subject"] == "running"), None)
+    if begun_s is None:  # it failed at its start
+        continue
     told[path.parent.name] = [step | {"time_s": step["time_s"] - begun_s} for step in map(json.loads, path.open())]
 for name, steps in told.items():
     if len(steps) < 2:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,7 +38,7 @@ from asyncrl.generate.vllm.embedded import EmbeddedVLLM
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.learner.model.policy import made_ready
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.learner.step.microbatch import prepare
+from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.memory import ModelShape
@@ -183,19 +185,21 @@ def large_model() -> LlamaForCausalLM:
         )  # fmt: skip
 
 
-def flops_of(model: Any, batch: Any) -> tuple[float, int]:
-    """Return the FLOPs of a forward and a backward that the maths asks for (nothing recomputed), and the row tokens.
+def flops_of(model: Any, prepared: PreparedBatch) -> tuple[float, int]:
+    """Return the FLOPs of a forward and a backward that the maths asks for (nothing recomputed), and the tokens that are run.
 
-    Matrix products: 6 a parameter and token; the output layer sees targets alone. Attention: causal, so half of each square.
+    Tokens of shared prompts are run once. Matrix products: 6 a parameter and token; the output layer sees targets alone.
+    Attention: causal, so half of the square of a sequence's tokens, without that of the tokens that an earlier one has run.
     """
     config = model.config
     body = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name)
-    row_tokens = sum(len(row.token_ids) // 4 for row in batch.rows)
-    total = 6.0 * body * row_tokens + 6.0 * config.vocab_size * config.hidden_size * batch.num_trained_tokens
-    for sample in batch.samples:
-        length = sample.prompt_tokens + sample.response_tokens
-        total += 6.0 * config.num_hidden_layers * config.hidden_size * length * length
-    return total, row_tokens
+    run_tokens = sum(len(row.input_ids) for row in prepared.rows)
+    total = 6.0 * body * run_tokens + 6.0 * config.vocab_size * config.hidden_size * prepared.batch.num_trained_tokens
+    for row in prepared.rows:
+        assert row.layout.runs is not None
+        own, every = (ends.diff().double() for ends in (row.layout.runs.query_ends, row.layout.runs.key_ends))
+        total += 6.0 * config.num_hidden_layers * config.hidden_size * float((every**2 - (every - own) ** 2).sum())
+    return total, run_tokens
 
 
 def learner_step(
@@ -230,12 +234,13 @@ def learner_step(
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started_s)
-    flops, row_tokens = flops_of(model, batch)
+    flops, run_tokens = flops_of(model, prepared)
+    row_tokens = sum(len(row.token_ids) // 4 for row in batch.rows)
     step_s = statistics.median(seconds[2:])
     figures = {
         "step_s": step_s, "first_step_s": seconds[0], "row_tokens": float(row_tokens), "rows": float(len(batch.rows)),
         "trained_tokens_per_s": batch.num_trained_tokens / step_s, "row_tokens_per_s": row_tokens / step_s,
-        "tflops": flops / step_s / 1e12, "model_flops_utilisation": flops / step_s / PEAK_FLOPS,
+        "run_tokens": float(run_tokens), "tflops": flops / step_s / 1e12, "model_flops_utilisation": flops / step_s / PEAK_FLOPS,
     }  # fmt: skip
     if cuda:
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -287,6 +292,7 @@ def learner(setting: Setting) -> dict[str, float]:
         for name, value in found.items():
             emit(f"learner_{label}_{name}", value)
         if setting.device == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
     return {}
 
@@ -416,6 +422,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="of the learner's ways, those with this option")
     told = parser.parse_args()
     PROFILE, OUT, ONLY = told.profile, told.out, told.only
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # scripts/gpu_bundle.py leaves flashinfer out
     transformers_logging.disable_progress_bar()
     setting = Setting(tiny=told.tiny)
     if told.section == "learner":

@@ -221,6 +221,7 @@ def _row(own: Sequence[Example], members: Sequence[int]) -> Row:
         position_ids=torch.from_numpy(places),
         layout=build_layout(np.split(np.arange(total), np.cumsum(lengths)[:-1]), total),
         hidden_index=torch.arange(total),
+        hidden_tokens=torch.arange(total),
         target_ids=torch.from_numpy(np.concatenate([one.target_ids for one in own])),
         behaviour_logprobs=torch.zeros(total),
         versions=torch.full((total,), -1),

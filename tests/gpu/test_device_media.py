@@ -81,6 +81,7 @@ class Learner:
 TWO_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason="not run: NCCL wants learner and engine on two GPUs")
 MEDIA = [
     pytest.param(CUDAIPCMedium(), "cuda:0", "cuda:0", id="cuda_ipc"),
+    pytest.param(CUDAIPCMedium(), "cuda:0", "cuda", id="cuda_ipc to a GPU without a number"),
     pytest.param(NCCLMedium(gather_s=0.1), "cuda:0", "cuda:1", id="nccl", marks=TWO_GPUS),
     pytest.param(NCCLMedium(gather_s=0.1), "cuda:1", "cuda", id="nccl to a GPU without a number", marks=TWO_GPUS),
 ]

@@ -61,8 +61,7 @@ def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(devic
     free = torch.cuda.mem_get_info()[0]
     left = manager.switch("rollout", 0)
     total = sum(move.num_bytes for move in left.moves)
-    # More than 0.9 where nothing of other tests lies between the blocks.
-    assert torch.cuda.mem_get_info()[0] - free > 0.6 * total
+    assert torch.cuda.mem_get_info()[0] - free > 0.9 * total
     with manager.readable():
         assert all(torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(model.parameters(), before, strict=False))
     manager.switch("train", 1)

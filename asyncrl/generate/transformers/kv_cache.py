@@ -211,6 +211,8 @@ class PrefillPlan:
                 last.append(piece)
             else:
                 self._runs.append((end - length, [piece]))
+        rows_N = torch.tensor([piece.row for piece in pieces], device=cache.device)
+        self._rows_of_runs = torch.split(rows_N, [len(run) for _, run in self._runs])
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Write every piece to its row, then attend run by run; see `DecodePlan`. Raises CacheFilledError in the last layer."""
@@ -221,7 +223,7 @@ class PrefillPlan:
         if layer == max(self.cache.layers):
             raise CacheFilledError
         output = query.new_zeros(1, self.num_tokens, query.shape[1], value.shape[3])
-        for start, pieces in self._runs:
+        for (start, pieces), rows_N in zip(self._runs, self._rows_of_runs, strict=True):
             num, tokens = len(pieces), len(pieces[0].token_ids)
             here = slice(start, start + num * tokens)
             query_N, key_N, value_N = (
@@ -229,9 +231,9 @@ class PrefillPlan:
             )
             if pieces[0].start:  # all tokens of the rows up to the pieces' end, [N, H, end, D]
                 end = pieces[0].start + tokens
-                blocks, rows = -(-end // self.cache.block_tokens), [piece.row for piece in pieces]
+                blocks = -(-end // self.cache.block_tokens)
                 key_N, value_N = (
-                    storage[:blocks, rows].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end] for storage in (keys, values)
+                    storage[:blocks, rows_N].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end] for storage in (keys, values)
                 )
             mixed_N = causal_attention(query_N, key_N, value_N, scale)
             output[0, here].view(num, tokens, *output.shape[2:]).copy_(mixed_N.transpose(1, 2))

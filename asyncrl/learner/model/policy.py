@@ -23,6 +23,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import save_whole
 from asyncrl.learner.step.microbatch import Row
-from asyncrl.models.attention import PACKED_ATTENTION, build_layout, on_device, use_packed_attention
+from asyncrl.models.attention import PACKED_ATTENTION, build_layout, use_packed_attention
 from asyncrl.models.causal import (
     DTYPES,
     check_folder,
@@ -155,13 +156,13 @@ def made_ready(model: PreTrainedModel, config: LearnerConfig, *, fp32_head: bool
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model.train()
+    check_head(model)  # before it compiles: a model of several ranks is on the CPU here
     if config.compile:
         for layer in model.modules():
             if type(layer).__name__ in (model._no_split_modules or ()):  # noqa: SLF001 - transformers' name for its repeated blocks
                 layer.compile(dynamic=True)  # type: ignore[no-untyped-call]
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    check_head(model)
     return model
 
 
@@ -241,7 +242,7 @@ def row_hidden(body: PreTrainedModel, row: Row) -> torch.Tensor:
     assert body.config._attn_implementation == PACKED_ATTENTION, "see use_packed_attention"  # noqa: SLF001
 
     def work() -> torch.Tensor:
-        with _feed_only(body, torch.unique(row.hidden_index), len(row.input_ids)):
+        with _feed_only(body, row.hidden_tokens, len(row.input_ids)):
             output = body(
                 input_ids=row.input_ids.unsqueeze(0),
                 position_ids=row.position_ids.unsqueeze(0),
@@ -274,28 +275,46 @@ def _feed_only(body: PreTrainedModel, tokens: torch.Tensor, num_tokens: int) -> 
     return context
 
 
-def compile_now(model: PreTrainedModel, optimizer: PolicyOptimizer, *, fused: bool) -> None:
-    """Compile forward and backward for rows of any size (`learner.compile`) now, so that no step waits for it.
+def compile_now(model: PreTrainedModel, optimizer: PolicyOptimizer, config: RunConfig, reference: Reference | None) -> None:
+    """Compile a step's passes over rows of any size (`learner.compile`) now, so that no step waits for it.
 
     The memory is released: vLLM counts memory that others allocate while it measures as its own.
 
     Args:
         model: From `made_ready`.
         optimizer: The model's optimizer.
-        fused: See `run_row`.
+        config: `algorithm` and `learner` are read.
+        reference: The learner's own.
     """
     sequences = [np.arange(40), np.concatenate([np.arange(24), np.arange(40, 72)])]  # the second has the first's prefix
-    layout = on_device(build_layout(sequences, 72), model.device)
-    places = torch.from_numpy(np.concatenate([sequences[0], np.arange(24, 56)])).to(model.device)
-
-    def work() -> torch.Tensor:
-        zeros, head = torch.zeros_like(places), model.get_output_embeddings()
-        inputs = {"input_ids": zeros.unsqueeze(0), "position_ids": places.unsqueeze(0)}
-        hidden = model.base_model(**inputs, use_cache=False, packed_layout=layout).last_hidden_state[0]
-        return token_logprobs(hidden, zeros, head, temperature=1.0, chunk_tokens=len(zeros), fused=fused)[0]
-
-    (run_inside(model, work).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+    tokens, zeros = torch.arange(72), torch.zeros(72, dtype=torch.int64)
+    row = Row(
+        input_ids=zeros,
+        position_ids=torch.from_numpy(np.concatenate([sequences[0], np.arange(24, 56)])),
+        layout=build_layout(sequences, 72),
+        hidden_index=tokens,
+        hidden_tokens=tokens,
+        target_ids=zeros,
+        behaviour_logprobs=zeros.float(),
+        versions=zeros,
+        sequence_ids=zeros,
+        sample_index=np.zeros(1, np.int64),
+        places=(np.zeros(72, np.int64), np.arange(72)),
+    ).to(model.device)
+    learner = config.learner
+    run = partial(
+        run_row, model, row, temperature=1.0, chunk_tokens=learner.logprob_chunk_tokens, fused=learner.logprobs == "fused"
+    )
+    outputs = run(entropy_gradient=config.algorithm.entropy_coefficient != 0.0)
+    # As in a step, each value has a gradient of its own; for the gradient of a plain sum other code would be compiled.
+    losses = [(values * row.behaviour_logprobs).sum() for values in (outputs.logprobs, outputs.entropy)]
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.zero_grad()
+    if learner.minibatches * learner.epochs > 1:  # then a step begins with a pass without gradients
+        with torch.no_grad():
+            run()
+    if reference is not None:
+        reference.logprobs(row, temperature=1.0)
     torch.cuda.empty_cache()
 
 

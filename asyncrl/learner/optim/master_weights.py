@@ -16,6 +16,7 @@ Invariant: on a CPU the location of a master changes no bit.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -37,7 +38,14 @@ class Master:
         self._sums_by_itself = parameter.dtype in FULL_PRECISION
         self._sum: torch.Tensor | None = None
         if not self._sums_by_itself:
-            parameter.register_post_accumulate_grad_hook(self._add_up)  # type: ignore[no-untyped-call]
+            # Weak, because the garbage collector does not see a parameter's hooks: it would free neither master nor parameter.
+            add_up = weakref.WeakMethod(self._add_up)
+
+            def hook(source: torch.Tensor) -> None:
+                if (method := add_up()) is not None:
+                    method(source)
+
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.trained = parameter
         if on_host or not self._sums_by_itself:
             values = parameter.detach() if self._sums_by_itself else spread(parameter.detach(), name)

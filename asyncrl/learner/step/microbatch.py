@@ -48,6 +48,8 @@ class Row:
     layout: SequenceLayout
     hidden_index: torch.Tensor
     """int64 [M], the token whose hidden state predicts the target."""
+    hidden_tokens: torch.Tensor
+    """int64, the tokens in `hidden_index`, each once, ascending."""
     target_ids: torch.Tensor
     """int64 [M]."""
     behaviour_logprobs: torch.Tensor
@@ -242,12 +244,13 @@ def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
     counts, indices = [len(member.trained) for member in members], np.array([member.number for member in members])
     token_ids, reference = arrays.token_ids.astype(np.int64), arrays.reference_logprobs
     targets = np.concatenate([member.trained + member.sample.start for member in members])
-    hidden = [sequence[member.trained - 1] for sequence, member in zip(sequences, members, strict=True)]
+    hidden = np.concatenate([sequence[member.trained - 1] for sequence, member in zip(sequences, members, strict=True)])
     return Row(
         input_ids=torch.from_numpy(token_ids[np.concatenate(sources)]),
         position_ids=torch.from_numpy(np.concatenate(positions)),
         layout=build_layout(sequences, num_tokens),
-        hidden_index=torch.from_numpy(np.concatenate(hidden)),
+        hidden_index=torch.from_numpy(hidden),
+        hidden_tokens=torch.from_numpy(np.unique(hidden)),
         target_ids=torch.from_numpy(token_ids[targets]),
         behaviour_logprobs=torch.from_numpy(arrays.behaviour_logprobs[targets].copy()),
         versions=torch.from_numpy(arrays.versions[targets].astype(np.int64)),

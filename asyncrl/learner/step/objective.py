@@ -54,8 +54,8 @@ class Update:
     """Denominators of the value loss, over all ranks. They count every trained token, also those that corrections drop."""
     denominators: Denominators
     """Denominators of the policy loss; they count only kept tokens where `algorithm.denominator` is `kept`."""
-    corrections: CorrectionOutputs | None = None
-    """[S, T]; None unless they must be computed for the whole update."""
+    corrections: tuple[CorrectionOutputs, ...] = ()
+    """[M] for each of its rows; empty unless they must be computed for the whole update."""
 
 
 class PolicyObjective:
@@ -89,7 +89,10 @@ class PolicyObjective:
         else:
             advantages = np.array([given[sample.group_id, sample.index] for sample in plan.batch.samples])
             outputs = AdvantageOutputs(np.where(inputs.mask, advantages[:, None], 0.0))
-        self._advantages, self._returns = outputs.advantages, outputs.returns
+        self._advantages = outputs.advantages
+        # A copy to the device waits for its work, so none is made between a row's forward and its backward.
+        self._advantages_of_rows = [row.part_of(outputs.advantages) for row in plan.rows]
+        self._returns_of_rows = [] if outputs.returns is None else [row.part_of(outputs.returns) for row in plan.rows]
         if inputs.values is not None:
             if outputs.returns is None:
                 raise LearnerError(
@@ -173,7 +176,7 @@ class PolicyObjective:
             logprobs=logprobs,
             proximal_logprobs=proximal_of(plan, logprobs.detach(), behaviour, row.versions, before),
             behaviour_logprobs=behaviour,
-            advantages=row.part_of(self._advantages).to(logprobs),
+            advantages=self._advantages_of_rows[place].to(logprobs),
             mask=row.mask,
             sequence_ids=row.sequence_ids,
             num_sequences=row.num_sequences,
@@ -183,9 +186,8 @@ class PolicyObjective:
             versions=row.versions,
             learner_version=plan.batch.step,
         )
-        if (whole := update.corrections) is not None:
-            weights = row.part_of(whole.weights.numpy()).to(row.behaviour_logprobs.dtype)
-            planned = replace(whole, weights=weights, kept=row.part_of(whole.kept.numpy()))
+        if update.corrections:
+            planned = update.corrections[place - update.first_row]
             inputs = replace(inputs, corrections=combined(planned, correct(inputs, plan.corrections_of_rows)))
         computed, kl = self._loss(inputs, plan.loss_config), plan.loss_config.kl
         if kl is not None and kl.target is not None and computed.reference_kl is None:
@@ -198,11 +200,10 @@ class PolicyObjective:
     def _value_loss(self, row: Row, place: int, update: Update, values: torch.Tensor) -> torch.Tensor:
         algorithm = self._plan.algorithm
         assert algorithm.critic is not None
-        assert self._returns is not None
         inputs = ValueInputs(
             values=values,
             old_values=self._passes.values[place].to(values),
-            returns=row.part_of(self._returns).to(values),
+            returns=self._returns_of_rows[place].to(values),
             mask=row.mask,
             sequence_ids=row.sequence_ids,
             num_sequences=row.num_sequences,
@@ -300,5 +301,9 @@ def plan_updates(plan: StepPlan, passes: Passes, advantages: FloatArray, ranks: 
         denominators = count_denominators(counted, inputs.sequence_ids, len(samples), algorithm.aggregation_constant)
         weights, kept = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.bool)
         weights[torch.from_numpy(mask)], kept[torch.from_numpy(mask)] = found.weights, found.kept
-        updates.append(Update(first_row, trained, denominators, replace(found, weights=weights, kept=kept)))
+        parts = [
+            replace(found, weights=row.part_of(weights.numpy()).to(row.behaviour_logprobs), kept=row.part_of(kept.numpy()))
+            for row in prepared.updates[number]
+        ]
+        updates.append(Update(first_row, trained, denominators, tuple(parts)))
     return updates

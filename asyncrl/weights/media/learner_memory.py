@@ -49,6 +49,7 @@ from asyncrl.weights.tensors import SharedTensors
 
 TICKET_BYTES = 4096
 _TICKETS = WeightsManifest((TensorEntry("ticket", (TICKET_BYTES,), "U8", 0, TICKET_BYTES),), TICKET_BYTES)
+_NEEDED = "it needs one IPC namespace for both processes, and no expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
 SHARED_MAGIC = 0x4452_42594841  # "AHYBRD" read as little-endian
 _MAGIC, _VERSION = 0, 1
 
@@ -100,7 +101,8 @@ class CUDAIPCReceiver:
             self._learner = lease.path
         try:
             flat = open_ticket(lease.flat, device, manifest.total_bytes, self._opened)
-            refuse_damaged(available, device_fingerprints(flat, bucket_ends(manifest), device))
+            # `device` may have no number, and would not equal that of the bytes.
+            refuse_damaged(available, device_fingerprints(flat, bucket_ends(manifest), flat.device))
             yield from view_tensors(flat, manifest).items()
             torch.cuda.current_stream(device).synchronize()
             lease.check()
@@ -119,8 +121,14 @@ def write_ticket(slot: torch.Tensor, place: torch.Tensor) -> None:
     Args:
         slot: uint8, on a GPU, at the start of its storage.
         place: uint8 [TICKET_BYTES], in host memory.
+
+    Raises:
+        BroadcastError: This system does not allow it.
     """
-    _, *shared = slot.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    try:
+        _, *shared = slot.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise BroadcastError(f"the learner's GPU memory is not shared: {first_line(error)}; {_NEEDED}") from error
     ticket = Ticket(_gpu_id(slot.device), tuple(shared))
     encoded = msgspec.json.encode(ticket).ljust(TICKET_BYTES, b"\0")
     place.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
@@ -154,8 +162,7 @@ def open_ticket(
         try:
             opened[key] = torch.UntypedStorage._new_shared_cuda(index, *ticket.shared)  # noqa: SLF001
         except RuntimeError as error:
-            takes = "one IPC namespace for both processes, and no expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
-            raise BroadcastError(f"the learner's GPU memory is not opened: {first_line(error)}; it needs {takes}") from error
+            raise BroadcastError(f"the learner's GPU memory is not opened: {first_line(error)}; {_NEEDED}") from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(opened[key], 0, (num_bytes,))  # type: ignore[call-overload, no-any-return]
 
 

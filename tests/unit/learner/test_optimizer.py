@@ -1,4 +1,6 @@
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -126,3 +128,13 @@ def test_masters_begin_within_what_rounds_to_their_weights_and_small_updates_sho
     update = 1e-5  # of a weight of 0.05 one step is 2.4e-4 in bfloat16
     change = ((masters + update).to(dtype).float() - weights.float()).mean().item()
     assert change == pytest.approx(update, rel=0.05)
+
+
+def test_an_optimizer_of_16_bit_weights_and_its_model_are_freed_when_nothing_holds_them():
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = optim.PolicyOptimizer([("p", parameter)], LearnerConfig(dtype="bfloat16"), 10)
+    optimizer.backward(parameter.float().sum())
+    held = [weakref.ref(parameter), *(weakref.ref(tensor) for _, tensor in optimizer.state_tensors())]
+    del parameter, optimizer
+    gc.collect()
+    assert [one() for one in held] == [None, None]

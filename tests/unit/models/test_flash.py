@@ -3,6 +3,7 @@
 The GPU's own kernels: tests/gpu/test_attention.py.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -10,10 +11,21 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.models import attention, flash
+from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.learner.model.policy import Reference, compile_now, made_ready
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import TrainState
+from asyncrl.models import attention, flash, logprobs
 from asyncrl.models.attention import build_layout, packed_attention
 from asyncrl.models.flash import flash_runs, flash_runs_gradients
+from asyncrl.packing.pack import pack_step
+from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
+from tests.builders import make_sample
 
 
 def probabilities(query, key, keys, ends, numbers, scale):
@@ -122,3 +134,29 @@ def test_a_block_with_flash_attention_is_one_graph_for_rows_of_every_size(monkey
         layout, given = build_layout([ranges((0, ends[0])), *own], ends[-1]), inputs(ends[-1])
         torch.testing.assert_close(compiled(*given, layout), block(*given, layout))
     assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads it
+def test_what_steps_run_is_compiled_before_the_first_one_and_nothing_as_a_model_is_opened(monkeypatch):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: torch.compile(function, dynamic=True))
+    monkeypatch.setattr(attention, "can_flash", lambda *_: True)
+    learner = LearnerConfig(compile=True, logprobs="fused", logprob_chunk_tokens=8, minibatches=2)
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=2, entropy_coefficient=0.1, kl=KLConfig())
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+    policy, frozen = (made_ready(LlamaForCausalLM(LlamaConfig(**sizes)), learner) for _ in range(2))
+    assert counter.frame_count == 0, "a model of several ranks is on the CPU here"
+    config, reference = RunConfig(algorithm=algorithm, learner=learner), Reference(frozen, 8)
+    optimizer = PolicyOptimizer(policy.named_parameters(), learner, 10)
+    compile_now(policy, optimizer, config, reference)
+    compiled = counter.frame_count
+    groups = []
+    for number in range(2):
+        made = [make_sample(number, index, [5] * (9 * number + index + 2), [8, 9, 10 + number]) for index in range(2)]
+        members = tuple(ScoredSample(one, float(index)) for index, one in enumerate(made))
+        groups.append(ScoredGroup(number, Prompt("p"), members))
+    batch = pack_step(0, groups, tokens_per_row=64, temperature=0.7)
+    train_step(TrainState(policy, optimizer, reference), batch, config)
+    assert counter.frame_count == compiled > 0

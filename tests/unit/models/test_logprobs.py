@@ -6,6 +6,7 @@ The two passes of the fused ones are those made step by step; tests/gpu compares
 import pytest
 import torch
 
+from asyncrl.models import logprobs as module
 from asyncrl.models.logprobs import fused_gradient, fused_values, token_logprobs
 
 
@@ -51,3 +52,13 @@ def test_values_and_gradient_are_those_made_step_by_step(temperature, entropy_we
     grad_entropy = torch.full((7,), entropy_weight) if entropy_weight else None
     grad = fused_gradient(logits.detach(), targets, our_entropy, normalizer, weights, grad_entropy, temperature)
     torch.testing.assert_close(grad, expected)
+
+
+def test_chunks_of_compiled_kernels_have_equal_parts(monkeypatch):
+    """A last chunk of one position would compile the kernels again."""
+    monkeypatch.setattr(module, "_compiled", lambda function: function)
+    hidden, targets, head = torch.randn(257, 8).double(), torch.randint(0, 20, (257,)), Head(8, 20)
+    fused, _ = token_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=128, fused=True)
+    plain, _ = token_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=128)
+    assert head.seen[:3] == [86, 86, 85]
+    torch.testing.assert_close(fused, plain, check_dtype=False, atol=1e-5, rtol=1e-5)

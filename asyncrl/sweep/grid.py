@@ -74,6 +74,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     window: int
 
     @property
+    def measures(self) -> tuple[float | None, int, tuple[Metric, ...]]:
+        """Return what a cell is measured by: the bar, the window, the metrics."""
+        return self.bar, self.window, self.metrics
+
+    @property
     def smallest_p(self) -> float:
         """Return the smallest p, corrected for all comparisons, that these seeds can give: (arms - 1) x metrics x 2 / 2^seeds."""
         return min(1.0, (len(self.arms) - 1) * len(self.metrics) * 2.0 ** (1 - len(self.seeds)))

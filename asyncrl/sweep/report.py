@@ -45,6 +45,8 @@ class Results:
         self.plan, codes = self.lines[-1].plan, {line.code.files for line in self.lines}
         if len(codes) > 1:
             raise ConfigError(f"{self.path} mixes results of different code: {', '.join(sorted(codes))}")
+        if len({line.plan.measures for line in self.lines}) > 1:
+            raise ConfigError(f"{self.path} mixes results that were measured by different bars, windows or metrics")
         by_seed = sorted(self.lines, key=lambda line: line.seed)
         arms = {arm: [line for line in by_seed if line.arm == arm] for arm in self.plan.arms}
         self.arms = {arm: lines for arm, lines in arms.items() if lines}
@@ -69,7 +71,7 @@ def write_report(given: Path) -> str:
     """Write the report beside the results, RESULTS.md for results.jsonl, and return it.
 
     Raises:
-        ConfigError: There are no results, or they are from different code versions.
+        ConfigError: There are no results, or they are of different code, bars, windows or metrics.
     """
     results = Results(given)
     plan, lines = results.plan, results.lines

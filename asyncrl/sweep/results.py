@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from asyncrl.config import FiniteFloat, PositiveFloat
 from asyncrl.config.run import RunConfig
 from asyncrl.control.placement.limits import usable_cores
 from asyncrl.errors import ConfigError
@@ -29,6 +31,7 @@ CURVE_POINTS = 100
 """Maximum number of points of a stored curve."""
 
 Floats = NDArray[np.float64]
+Accuracy = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Code(msgspec.Struct, frozen=True):
@@ -96,11 +99,11 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 class ExternalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The result.json that an external arm's command writes into {out}."""
 
-    seconds: tuple[float, ...]
+    seconds: tuple[PositiveFloat, ...]
     """Seconds since training began, at the end of each step."""
-    rewards: tuple[float, ...]
+    rewards: tuple[FiniteFloat, ...]
     """Mean reward of each step's samples."""
-    accuracy: tuple[float, float] | None = None
+    accuracy: tuple[Accuracy, Accuracy] | None = None
     """Held-out accuracy of version 0 and of the last version."""
 
 
@@ -194,12 +197,16 @@ def measure_external(path: Path, config: RunConfig, plan: Plan) -> Outcome:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ExternalResult)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}: {error}; docs/experiments.md says what an external arm writes") from error
+        said = getattr(error, "strerror", None) or error
+        where = f"{path.with_name('command.log')} has the command's output"
+        raise ConfigError(f"{path}: {said}; {where}, and docs/experiments.md says what an external arm writes") from error
     if len(found.seconds) != len(found.rewards) or not found.seconds:
         raise ConfigError(
             f"{path} has {len(found.seconds)} seconds and {len(found.rewards)} rewards; it takes one of each a step"
         )
     seconds_N, rewards_N = np.array(found.seconds), np.array(found.rewards)
+    if (np.diff(seconds_N) < 0).any():
+        raise ConfigError(f"{path} has seconds that fall; they count from the start of training")
     measured = measure_curve(seconds_N, rewards_N, config.samples_per_step, plan)
     if found.accuracy is None:
         return measured

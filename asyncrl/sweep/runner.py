@@ -25,6 +25,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
 from asyncrl.control.launch.processes import until_gone
 from asyncrl.control.lifecycle.state import GOAL_REACHED
+from asyncrl.control.tools.choices import describe
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
@@ -51,6 +52,8 @@ class Begun(msgspec.Struct, frozen=True):
     code: Code
     starts_s: tuple[float, ...] = ()
     """Clock seconds of each start of its run."""
+    jobs: int = 1
+    """Maximum number of cells that ran at the same time."""
 
 
 def standing(sweep: Sweep) -> tuple[dict[str, CellResult], dict[str, Begun]]:
@@ -63,8 +66,8 @@ def standing(sweep: Sweep) -> tuple[dict[str, CellResult], dict[str, Begun]]:
     by_name = {(cell.arm, cell.seed): cell for cell in sweep.cells}
     for line in read_results(sweep.results):
         cell = by_name.get((line.arm, line.seed))
-        if cell is None or line.settings != cell.settings:
-            other = f"{line.arm} seed {line.seed} with other settings than the sweep's file has now"
+        if cell is None or (line.settings, line.plan.measures) != (cell.settings, sweep.plan.measures):
+            other = f"{line.arm} seed {line.seed} with other settings, bar, window or metrics than the sweep's file has now"
             raise ConfigError(f"{sweep.results} has {other}; write to another results file: --results NAME.jsonl")
         done[cell.id] = line
     for cell in sweep.cells:
@@ -91,7 +94,8 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
         resumed: Whether the sweep may have started before.
 
     Raises:
-        ConfigError: Existing results or cells have other code or settings, or another sweep works in this folder.
+        ConfigError: Existing results or cells have other code or settings, another sweep works in this folder, or the runs of an
+            arm would fail.
         RunError: A run was lost, or ended before its goal; `asyncrl sweep resume` continues.
     """
     sweep.cells_folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +112,11 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
         num_seeds, smallest_p = len(sweep.plan.seeds), sweep.plan.smallest_p
         if len(sweep.plan.arms) > 1 and smallest_p >= SIGNIFICANT:
             say(f"with {num_seeds} seeds nothing can be told apart: the smallest corrected p is {smallest_p:.2f}")
-        waiting = iter([cell for cell in sweep.cells if cell.id not in done])
+        unfinished = [cell for cell in sweep.cells if cell.id not in done]
+        for cell in {cell.arm: cell for cell in unfinished if not cell.command}.values():
+            if faults := (await asyncio.to_thread(describe, cell.config))[1]:
+                raise ConfigError("\n".join([f"the runs of {cell.arm} would fail:", *faults]))
+        waiting = iter(unfinished)
         num_done, lines = len(done), JsonLines[CellResult](sweep.results)
 
         async def work() -> None:
@@ -141,7 +149,7 @@ async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: 
     else:
         if not await until_gone(folder, CONTROLLER_END_S):  # the controller of a run whose owner was killed: it ends by itself
             raise LaunchError(f"{folder} is still running; end it with `asyncrl drain {folder}`")
-        begun = msgspec.structs.replace(begun, starts_s=(*begun.starts_s, clock.now()))
+        begun = msgspec.structs.replace(begun, starts_s=(*begun.starts_s, clock.now()), jobs=max(begun.jobs, jobs))
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CELL_FILE, msgspec.json.encode(begun), onto_disk=False)
         if cell.command:
@@ -152,7 +160,7 @@ async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: 
     ended = datetime.fromtimestamp(clock.now(), UTC).isoformat(timespec="seconds")
     return CellResult(
         arm=cell.arm, seed=cell.seed, outcome=outcome, settings=cell.settings, code=begun.code, machine=machine_now(),
-        attempts=max(len(begun.starts_s), 1), jobs=jobs, ended=ended, plan=sweep.plan,
+        attempts=max(len(begun.starts_s), 1), jobs=begun.jobs, ended=ended, plan=sweep.plan,
     )  # fmt: skip
 
 

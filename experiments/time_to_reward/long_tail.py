@@ -19,12 +19,14 @@ MEAN_S = 0.05
 
 
 def build(seed: int) -> TaskData:
-    """The problems, lengths drawn anew for each."""
+    """The problems, lengths drawn anew for each; every eighth pair of letter and length is held out."""
     rng = random.Random(seed)
 
     def prompt(split: str, index: int) -> Prompt:
-        letter, length = rng.choice(LETTERS), min(LONGEST, max(1, round(rng.lognormvariate(math.log(8), 0.9))))
-        return Prompt(prompt_id=f"long_tail/{split}/{index}", text=f"{letter}{length}=", answer=letter * length)
+        while True:
+            letter, length = rng.choice(LETTERS), min(LONGEST, max(1, round(rng.lognormvariate(math.log(8), 0.9))))
+            if ((LETTERS.index(letter) + length) % 8 == 0) == (split == "held_out"):
+                return Prompt(prompt_id=f"long_tail/{split}/{index}", text=f"{letter}{length}=", answer=letter * length)
 
     train = [prompt("train", index) for index in range(20_000)]
     held_out = [prompt("held_out", index) for index in range(512)]

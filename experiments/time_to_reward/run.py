@@ -237,6 +237,7 @@ def report() -> str:
         "",
         "On 2 cores, by `python experiments/time_to_reward/run.py --work quickstart long_tail`, and for smollm2 by",
         "`run.py --work smollm2 --until-bar --set num_steps=40 --set eval.every_steps=0`. [run.py](run.py) says what counts.",
+        "In long_tail, before 2026-11-29 held-out problems were trained on too; the bars are of the training reward.",
         "",
         "| work | seed | side | steps/s | seconds to the bars | held out | date, commit |",
         "|---|---|---|---|---|---|---|",

@@ -85,6 +85,11 @@ def test_results_that_cannot_be_used_are_refused(tmp_path):
     mixed = [*lines(), replace(lines()[0], seed=9, code=replace(CODE, files="other"))]
     with pytest.raises(ConfigError, match="mixes results of different code"):
         write_report(results(tmp_path, mixed))
+    for change in ({"bar": 0.1}, {"window": 5}, {"metrics": ("accuracy",)}):
+        mixed = [*lines(), replace(lines()[0], seed=9, plan=replace(PLAN, **change))]
+        with pytest.raises(ConfigError, match="different bars, windows or metrics"):
+            write_report(results(tmp_path, mixed))
+    write_report(results(tmp_path, [*lines(), replace(lines()[0], seed=9, plan=replace(PLAN, seeds=(9,)))]))
     with pytest.raises(ConfigError, match="has no results yet"):
         write_report(results(tmp_path, []))
     with pytest.raises(ConfigError, match="eta=0 seed 0 twice"):

@@ -56,12 +56,20 @@ def test_a_run_is_measured_from_when_version_0_was_evaluated_and_a_step_whose_li
 
 def test_what_an_external_command_wrote(tmp_path):
     path = tmp_path / "result.json"
-    with pytest.raises(ConfigError, match="says what an external arm writes"):
+    with pytest.raises(ConfigError, match=r"result.json: No such file or directory; .*command.log has the command's output, and"):
         measure_external(path, CONFIG, PLAN)
     path.write_bytes(msgspec.json.encode({"seconds": [1.0, 2.0, 3.0], "rewards": [0.2, 0.6, 0.8], "accuracy": [0.1, 0.7]}))
     made = measure_external(path, CONFIG, PLAN)
     assert (made.seconds_to_bar, made.accuracy_before, made.accuracy, made.samples) == (3.0, 0.1, 0.7, 768)
-    wrongs = {'{"seconds": [1.0], "rewards": []}': "1 seconds and 0 rewards", '{"second": []}': "second", "": "truncated"}
+    wrongs = {
+        '{"seconds": [1.0], "rewards": []}': "1 seconds and 0 rewards",
+        '{"second": []}': "second",
+        "": "truncated",
+        '{"seconds": [5.0, 1.0], "rewards": [0, 1]}': "seconds that fall",
+        '{"seconds": [-1], "rewards": [0]}': "`float` > 0",
+        '{"seconds": [1], "rewards": [1e308]}': r"rewards\[",
+        '{"seconds": [1], "rewards": [1], "accuracy": [0, 7.5]}': "<= 1.0",
+    }
     for wrong, said in wrongs.items():
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=said):

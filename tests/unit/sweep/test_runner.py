@@ -70,6 +70,25 @@ def test_runs_that_ended_as_their_sweep_was_killed_are_not_run_again(swept, tmp_
     assert status_text(sweep) == "base  2/2 done"
     again, _ = swept(text, resumed=True)
     assert again == lines
+    for change in ("bar = 0.1\nwindow = 3\n", "window = 3\n"):
+        with pytest.raises(ConfigError, match="base seed 0 with other settings, bar, window or metrics than"):
+            swept(change + text, resumed=True)
+    (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 3\nmetrics = ["reward"]\n{text}')
+    assert status_text(load_sweep(tmp_path)).startswith("base  2/3 done")
+
+
+def test_a_cell_that_ran_beside_others_says_so_after_a_resume_with_one_job(swept, tmp_path):
+    sweep = written(tmp_path, COMMAND)
+    begin(sweep, sweep.cells[0], 0, jobs=2)
+    lines, _ = swept(COMMAND, resumed=True)
+    assert [line.jobs for line in lines] == [2, 1]
+
+
+def test_every_arm_is_checked_in_full_before_the_first_cell_runs(swept, tmp_path):
+    few = '[[axes]]\nname = "x"\nchoices = { few = { "task.digits" = 1, "task.held_out" = 512 }, rest = {} }\n'
+    with pytest.raises(ConfigError, match=r"the runs of few would fail:\n.*held_out"):
+        swept(COMMAND + few)
+    assert [path.name for path in (tmp_path / "cells").iterdir()] == ["lock"]
 
 
 def test_what_is_of_something_else_is_refused(swept, tmp_path):

@@ -223,7 +223,8 @@ def plan(question: Question) -> Plan:
     total, chosen = question.cluster.num_gpus, question.num_generation_gpus
     most = min(total, question.cluster.gpus_per_node)
     plans = []
-    for size in [question.tensor_parallel] if question.tensor_parallel else [2**power for power in range(most.bit_length())]:
+    usual = [size for power in range(most.bit_length()) if question.model.heads % (size := 2**power) == 0]
+    for size in [question.tensor_parallel] if question.tensor_parallel else usual:
         if question.placement == "disaggregated":
             splits = [chosen] if chosen else range(size, total, size)
             plans += [_plan_with(question, size, here, total - here) for here in splits if size <= here < total]

@@ -20,6 +20,8 @@ from asyncrl.models.memory import BYTES, ModelShape, shape_of_json
 from asyncrl.plan.simulator.scenario import typed_fields
 
 GIB = 2**30
+LEAST_PARAMETERS = 2e7
+"""Minimum for a model given by a number: its vocabulary alone has nearly as many."""
 MOST_GPUS = 1 << 16
 """Maximum number of GPUs of a plan."""
 
@@ -99,6 +101,8 @@ def find_model(text: str) -> ModelShape:
     if number is not None:
         # With the proportions of Llama.
         shapes, parameters, vocabulary = list[ModelShape](), float(number[1]) * 1e9, 32_000
+        if parameters < LEAST_PARAMETERS:
+            raise ConfigError(f"a number of parameters must be at least {LEAST_PARAMETERS / 1e9:g}B, got {text!r}")
         for hidden in (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384):
             layers, heads = max(2, hidden // 128), hidden // 128
             block = (parameters - (2 * vocabulary + 1) * hidden) / layers - 2 * hidden
@@ -178,6 +182,10 @@ class Question:
         for name, value in values.items():
             if type(value) is int and value < (least := int(name not in _MAY_BE_0)):
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if self.tensor_parallel and self.model.heads % self.tensor_parallel:
+            raise ConfigError(f"tensor_parallel must divide the model's {self.model.heads} heads, got {self.tensor_parallel}")
+        if (price := self.cluster.accelerator.dollars_per_hour) < 0:
+            raise ConfigError(f"dollars_per_hour must be at least 0, got {price:g}")
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share must be above 0 and at most 1, got {self.memory_share:g}")
         longest, mean = self.max_sequence_tokens, self.prompt_tokens + self.response_tokens
@@ -239,6 +247,8 @@ def ask(
     Raises:
         ConfigError: An argument or override is invalid; the message lists what is allowed.
     """
+    if critic and algorithm != "ppo":
+        raise ConfigError(f"algorithm {algorithm!r} has no critic: leave out critic {critic!r}, or set algorithm ppo")
     values = typed_fields(Question, overrides, OF_CLUSTER)
     cluster = parse_cluster(hardware, values.pop("gpus_per_node", 8))
     price = values.pop("dollars_per_hour", cluster.accelerator.dollars_per_hour)

@@ -22,6 +22,7 @@ import msgspec
 from asyncrl.buffer.events import BufferEvent, GroupIssued, GroupPlaced, IssueGroup, ReissueGroup
 from asyncrl.buffer.open import limits_of
 from asyncrl.buffer.state import BufferState
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.load import pairs_of
 from asyncrl.control.autoscaler import ScalingRule, Told, Window
 from asyncrl.control.launch.processes import plan_processes
@@ -44,6 +45,18 @@ from asyncrl.replay.untrained import decoded
 
 SHOWN_CHARACTERS = 400
 """Maximum characters of an event or its instructions in a report."""
+_UNREAD = (
+    "groups_per_step", "group_size", "dynamic_sampling", "max_resamples", "mask_truncated", "reference", "critic", "preference",
+)  # fmt: skip
+_OF_TABLES = (
+    "kl.coefficient", "kl.estimator", "kl.where", "kl.gradient", "kl.cap", "critic.coefficient", "critic.value_clip",
+    "preference.loss", "preference.beta", "preference.label_smoothing", "preference.average",
+)  # fmt: skip
+READ_BY_GRADIENT = (
+    "learner.minibatches",
+    *(f"algorithm.{name}" for name in (*AlgorithmConfig.__struct_fields__, *_OF_TABLES) if name not in _UNREAD),
+)
+"""Fields that the gradient of a recorded batch depends on. Others decide the samples, their packing, or the learner's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,10 @@ def replay_run(
     Raises:
         ConfigError: There is no recording, it lacks the requested part, or it is damaged.
     """
+    values = {field: value for field, value, _ in pairs_of(instead)}
+    if unread := [field for field in values if field not in READ_BY_GRADIENT]:
+        known = ", ".join(READ_BY_GRADIENT)
+        raise ConfigError(f"--with {', '.join(unread)}: not read by the gradient of a recorded batch, which reads {known}")
     steps = sorted((run_folder / RECORD_FOLDER / STEPS_FOLDER).glob("step-*.bin"))
     if instead and (until is None or not steps):
         raise ConfigError(
@@ -128,7 +145,7 @@ def replay_run(
     if instead:
         if replay.version != until:
             raise ConfigError(f"step {until} was not trained; the last that was is {replay.version - 1}")
-        found = replay.whatif({field: value for field, value, _ in pairs_of(instead)})
+        found = replay.whatif(values)
         ess = " -> ".join("none" if value is None else f"{value:.3f}" for value in found.ess)
         say(
             f"step {found.step} with {', '.join(instead)}: cosine of the gradients {found.cosine:.4f}, "

@@ -140,6 +140,8 @@ class LearnerReplay:
         """
         batch, config = self._step(self.version)
         other = resolve_config(config, overrides)
+        if "algorithm.kl.coefficient" in overrides and other.algorithm.kl is not None and other.algorithm.kl.target is not None:
+            raise ConfigError("algorithm.kl.coefficient is not read: algorithm.kl.target adapts it")
         resolve_functions(other.algorithm)
         was, figures = OpenStep(self.state, batch, config).gradient()
         would_be, others = OpenStep(self.state, batch, other).gradient()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import statistics
@@ -16,7 +17,7 @@ from asyncrl.buffer.open import limits_of
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.spans import GENERATE, SCORE, STEP, SWAP, WAIT, Span, read_spans
-from asyncrl.observe.steps import read_steps
+from asyncrl.observe.steps import read_events, read_steps
 from asyncrl.plan.simulator.scenario import WARM_UP, Distribution, Scenario, fixed, recorded
 
 MOST_VALUES = 4096
@@ -33,9 +34,14 @@ def scenario_of_run(run_folder: Path) -> Scenario:
     would give other samples.
 
     Raises:
-        ConfigError: The folder has no run, or a run with too few steps.
+        ConfigError: The folder has no run, a run with too few steps, or one whose phases take turns.
     """
     config = load_config(run_folder / "config.toml")
+    if config.placement.takes_turns:
+        raise ConfigError(
+            f"{run_folder} has placement.kind = {config.placement.kind!r}, whose phases take turns on one device; a simulation "
+            "generates and trains at the same time: use a run with 'disaggregated' or 'async_hybrid'"
+        )
     working_s, spans = working_time(run_folder), defaultdict[str, list[Span]](list)
     for item in read_spans(run_folder):
         spans[item.name].append(msgspec.structs.replace(item, start_s=working_s(item.start_s), end_s=working_s(item.end_s)))
@@ -107,14 +113,23 @@ def _each_sample(items: Sequence[Span]) -> list[Span]:
 def working_time(run_folder: Path) -> Callable[[float], float]:
     """Return a function from a time in a run to its seconds of work, without intervals in which the run was paused or stopped.
 
-    In such an interval no span began or ended, for at least PAUSE_STEPS usual steps and SHORTEST_PAUSE_S.
+    In such an interval no span began or ended, for at least PAUSE_STEPS usual steps and SHORTEST_PAUSE_S. Or the run ended, and
+    was resumed and began to generate or train; spans of its start are no work.
     """
     spans = list(read_spans(run_folder))
     moments = sorted({moment for item in spans for moment in (item.start_s, item.end_s)})
+    lives = [event.time_s for event in read_events(run_folder) if (event.kind, event.subject) == ("phase", "starting")]
+    working_from_s = [item.start_s for item in spans if item.name in {GENERATE, STEP}]
+    for begin_s in lives:
+        first_s = min((start_s for start_s in working_from_s if start_s > begin_s), default=begin_s)
+        moments = [moment for moment in moments if not begin_s < moment < first_s]
     done_s = sorted(item.end_s for item in spans if item.name == STEP)
     usual_s = statistics.median([after - before for before, after in itertools.pairwise(done_s)] or [0.0])
     limit_s = max(SHORTEST_PAUSE_S, PAUSE_STEPS * usual_s)
-    pauses = [(before, after) for before, after in itertools.pairwise(moments) if after - before > limit_s]
+    pauses = [
+        (before, after) for before, after in itertools.pairwise(moments)
+        if after - before > limit_s or bisect.bisect(lives, before) < bisect.bisect(lives, after)
+    ]  # fmt: skip
     return lambda moment: moment - sum(min(moment, after) - before for before, after in pauses if moment > before)
 
 

@@ -88,6 +88,8 @@ def parse_distribution(text: str) -> Distribution:
         )
     if kind in {"lognormal", "exponential"} and numbers[0] == 0:
         raise ConfigError(f"the mean of {text!r} must be above 0")
+    if kind == "uniform" and numbers[0] > numbers[1]:
+        raise ConfigError(f"uniform:LOW:HIGH needs LOW of at most HIGH, got {text!r}")
     return Distribution(kind, numbers)
 
 

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from asyncrl.config.load import dump_config, parse_config
+from asyncrl.errors import ConfigError
 from asyncrl.observe.spans import span
-from asyncrl.observe.steps import StepReport
+from asyncrl.observe.steps import RunEvent, StepReport
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.measured import fit_decode, real_figures, scenario_of_run, working_time
 
@@ -23,7 +24,7 @@ def test_the_three_terms_of_decoding_are_found_again():
     assert fit_decode(samples, starts) == pytest.approx((0.05, 0.01, 0.0005), rel=0.02)
 
 
-def write_run(folder, spans, reports=(), **settings):
+def write_run(folder, spans, reports=(), events=(), **settings):
     """A run of one generator of two slots, two samples a step."""
     run = {
         "num_steps": 100, "generate": {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 2}},
@@ -31,7 +32,7 @@ def write_run(folder, spans, reports=(), **settings):
     }  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "config.toml").write_text(dump_config(parse_config(run | settings)))
-    for name, items in (("spans", spans), ("steps", reports)):
+    for name, items in (("spans", spans), ("steps", reports), ("events", events)):
         (folder / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in items))
 
 
@@ -77,6 +78,22 @@ def test_a_pause_is_no_work(tmp_path):
     assert np.mean(made.step_s.values) == pytest.approx(np.mean(expected.step_s.values), rel=0.2)
     assert made.decode_s == pytest.approx(expected.decode_s, rel=1e-6)
     assert working_time(paused)(512.5) == pytest.approx(12.5, abs=0.6)
+
+
+def test_the_start_after_a_resume_is_no_work(tmp_path):
+    """Three seconds, with spans in them."""
+    started = [RunEvent(seq=seq, time_s=time_s, kind="phase", subject="starting") for seq, time_s in ((1, -1.0), (2, 12.5))]
+    loaded = [span("swap", 13.0 + at, 13.5 + at, "generator-0", version=6, fetch_ms=200.0, swap_ms=100.0) for at in (0, 1)]
+    reports = [StepReport(step=at, version=at + 1, time_s=2.0 * at + 1.6 + 3.0 * (at > 5), reward_mean=0.0) for at in range(12)]
+    write_run(tmp_path, [*busy_spans(12, 3.0), *loaded], reports, started)
+    assert max(scenario_of_run(tmp_path).step_s.values) == pytest.approx(1.9)
+    assert real_figures(tmp_path)[0] == pytest.approx(0.5, rel=0.01)
+
+
+def test_phases_that_take_turns_are_no_scenario(tmp_path):
+    write_run(tmp_path, busy_spans(8), placement={"kind": "colocated"}, buffer={"max_staleness": 1})
+    with pytest.raises(ConfigError, match=r"placement\.kind = 'colocated', whose phases take turns"):
+        scenario_of_run(tmp_path)
 
 
 @pytest.mark.parametrize("learner", ["builtin", "external"])

@@ -51,6 +51,19 @@ def test_the_shape_of_a_gpt_2_is_read_by_its_own_names():
     assert (shape.hidden, shape.layers, shape.heads, shape.intermediate, shape.vocabulary) == (48, 2, 4, 192, 99)
 
 
+def test_a_critic_without_ppo_and_a_number_too_small_for_a_model_are_refused():
+    with pytest.raises(ConfigError, match="algorithm 'grpo' has no critic: leave out critic '7B', or set algorithm ppo"):
+        ask("7B", "8xH100", critic="7B")
+    with pytest.raises(ConfigError, match=r"must be at least 0\.02B, got '0B'"):
+        find_model("0B")
+    assert find_model("0.02B").parameters == pytest.approx(2e7, rel=0.01)
+
+
+def test_an_engine_has_as_many_gpus_as_its_heads_can_be_divided_by():
+    made = plan(question(model=dataclasses.replace(NAMED["llama-3-70b"], heads=66), cluster=parse_cluster("32xA100-40")))
+    assert made.tensor_parallel == 2, "with 64 heads an engine has 4"
+
+
 def test_what_is_no_model_is_answered_with_what_is(tmp_path):
     with pytest.raises(ConfigError, match=r"llama-3-70b.*7B.*config.json"):
         find_model("gpt-5")
@@ -146,6 +159,8 @@ def test_what_does_not_fit_is_said_in_words_and_values_with_advice_that_is_true(
     *(("8xH100", f"{name}=-1", f"{name} must be at least 0, got -1") for name in ("lora_rank", "max_staleness")),
     ("8xH100", "memory_share=0", "memory_share must be above 0 and at most 1, got 0"),
     ("8xH100", "num_generation_gpus=8", "under 8"), ("8xH100", "tensor_parallel=8", "cannot be divided with tensor_parallel = 8"),
+    ("8xH100", "tensor_parallel=3", "must divide the model's .* heads, got 3"),
+    ("8xH100", "dollars_per_hour=-1", "dollars_per_hour must be at least 0, got -1"),
 ])  # fmt: skip
 def test_what_cannot_be_is_answered_with_what_can(cluster, override, said):
     with pytest.raises(ConfigError, match=said):

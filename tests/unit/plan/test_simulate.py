@@ -63,7 +63,9 @@ def test_a_distribution_has_the_mean_it_says(text, mean):
     assert np.mean([draw() for _ in range(20_000)]) == pytest.approx(mean, rel=0.05)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "uniform:1", "lognormal:0:1", "uniform:-1:2", "gamma:1:2", "fixed:inf"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "uniform:1", "lognormal:0:1", "uniform:-1:2", "uniform:9:3", "gamma:1:2", "fixed:inf"]
+)
 def test_no_distribution_is_a_config_error(text):
     with pytest.raises(ConfigError):
         parse_distribution(text)

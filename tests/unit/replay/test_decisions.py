@@ -73,6 +73,12 @@ def live(recorder: Recorder, note: Watch | None = None) -> None:
     recorder.close()
 
 
+@pytest.mark.parametrize("field", ["learner.lora.rank", "algorithm.critic.kind", "algorithm.group_size", "algorithm.nope"])
+def test_a_field_that_no_gradient_reads_is_refused(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--with {field}: .* which reads learner\.minibatches, algorithm\.kind, algo"):
+        replay_run(tmp_path, 1, ("algorithm.loss=gspo", f"{field}=4"), print)
+
+
 def test_one_changed_event_is_the_first_that_differs(tmp_path: Path) -> None:
     recorder, noted = Recorder(tmp_path), list[str]()
 

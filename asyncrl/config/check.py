@@ -17,7 +17,13 @@ import msgspec
 
 from asyncrl.config.algorithm_table import algorithm_faults
 from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedStorageMedium
-from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig, gpu_of
+from asyncrl.config.generate import (
+    LOWEST_VLLM_TEMPERATURE,
+    TransformersEngineConfig,
+    VLLMEngineConfig,
+    VLLMServerEngineConfig,
+    gpu_of,
+)
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.places import generators_share_gpus, is_every_interface, is_loopback, needs_of, places_of, shown
 from asyncrl.config.reward import AnswerMatchReward, CallerReward, OverlongPenalty, PreferenceReward, reward_names
@@ -187,9 +193,14 @@ def _learner(config: RunConfig) -> Iterator[str]:
         yield f"{where}, and placement.kind {config.placement.kind!r} moves a model: set 'disaggregated'"
 
 
-def _vllm_server(config: RunConfig) -> Iterator[str]:
-    """Check that every generator has its own vLLM server, and that weights can reach it."""
+def _vllm(config: RunConfig) -> Iterator[str]:
+    """Check temperatures; for servers, that every generator has its own, and that weights can reach it."""
     engine, num_workers, url = config.generate.engine, config.generate.num_workers, "generate.engine.url"
+    temperatures = {"generate.sampling": config.generate.sampling.temperature, "eval": config.eval.temperature or 0.0}
+    for table, asked in temperatures.items():
+        if isinstance(engine, VLLMEngineConfig | VLLMServerEngineConfig) and 0 < asked < LOWEST_VLLM_TEMPERATURE:
+            lowest = f"at least {LOWEST_VLLM_TEMPERATURE}, the lowest that vLLM samples at"
+            yield f"{table}.temperature ({asked}) must be {lowest}; eval.temperature may be 0 (greedy) too"
     if not isinstance(engine, VLLMServerEngineConfig):
         return
     if not engine.urls:
@@ -267,9 +278,9 @@ def _turns(config: RunConfig) -> Iterator[str]:
         yield f'{where} shares a device, so the run must be on one machine: set transport.kind = "ipc", launch.kind = "local"'
     if staleness > 1:
         yield f"{where} trains in turns: buffer.max_staleness is {staleness}, set 0 (fully synchronous) or 1"
-    if engine.is_remote:
+    if kind != "hybrid" and engine.is_remote:  # _shared_weights refuses engines for hybrid
         yield f"{where} shares the learner's device with the run's own engine: set generate.engine.kind = 'vllm'"
-    if isinstance(engine, VLLMEngineConfig) and not (engine.sleep and engine.device != "cpu"):
+    if kind != "hybrid" and isinstance(engine, VLLMEngineConfig) and not (engine.sleep and engine.device != "cpu"):
         yield f"{where} needs an engine that can sleep: set generate.engine.sleep = true and run on a GPU"
     if engine.has_model and places.engine_gpus != (frozenset() if places.learner_gpu is None else {places.learner_gpu}):
         devices = f"learner.device is {device!r}, generate.engine.device {engine.device_name!r}"
@@ -347,5 +358,5 @@ def _launch(config: RunConfig) -> Iterator[str]:
 
 RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     lambda config: algorithm_faults(config.algorithm, config.learner),
-    _learner, _task, _inference, _run, _medium, _turns, _shared_weights, _joining, _launch, _vllm_server,
+    _learner, _task, _inference, _run, _medium, _turns, _shared_weights, _joining, _launch, _vllm,
 )  # fmt: skip

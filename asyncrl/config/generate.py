@@ -18,6 +18,8 @@ from asyncrl.config import (
     _Variant,
 )
 
+LOWEST_VLLM_TEMPERATURE = 0.01
+"""vLLM raises lower ones, except 0, to this one."""
 UNCHOSEN_SLOTS = 32
 """Number of slots of an engine with `num_slots = "auto"` outside a run."""
 
@@ -183,6 +185,8 @@ class SamplingConfig(_Stage, frozen=True):
     top_p: Fraction = 1.0
     top_k: NonNegativeInt = 0
     """0 switches it off."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Token ids that end a response, in addition to the model's own end-of-sequence ids. Such a token is part of the response."""
 
 
 class GenerateConfig(_Stage, frozen=True):

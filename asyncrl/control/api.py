@@ -250,9 +250,12 @@ class RunApi:
         run = self._run
         pids = {name: process.pid.pid for name, process in run.supervisor.live.items()}
         rows = [
-            st.ProcessStatus(record.name, record.kind, pids.get(record.name, 0), record.state, len(record.exit_codes))
+            st.ProcessStatus(
+                record.name, record.kind, pids.get(record.name, 0), record.state, len(record.exit_codes),
+                last_death=record.last_death,
+            )
             for record in run.lifecycle.processes.values()
-        ]
+        ]  # fmt: skip
         ready = {peer.name for peer in run.peers.of("generator") if peer.num_slots}
         rows += [
             st.ProcessStatus(name, "generator", hello.pid, "ready" if name in ready else "starting", joined=True)

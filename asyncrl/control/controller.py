@@ -50,7 +50,7 @@ from asyncrl.control.placement.memory import number_of_model
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
-from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError, RunError, shown
+from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
 from asyncrl.observe.decisions import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks, without_secrets
 from asyncrl.observe.spans import IDLE, span, spans_of
@@ -475,12 +475,12 @@ class Controller:
         self._note_start(peer.name)
         if self.lifecycle.phase == "warming":  # a warm start is done
             self.stall_detector.hold(self.clock.now(), held=False)
-        self.know_model(ready.model_folder)
         if ready.metrics:
             log.info("warm start: %s", ", ".join(f"{name} {value:.4g}" for name, value in ready.metrics.items()))
         try:
+            self.know_model(ready.model_folder)
             self.feeder.learner_ready(peer.connection, ready.version)
-        except LedgerError as error:
+        except (ConfigError, LedgerError) as error:
             self.post(ev.ProcessFault(peer.name, str(error), fatal=True))
             return
         self.buffer.version_published(ready.version)
@@ -594,7 +594,7 @@ class Controller:
         report = evaluation.report(self.clock.now())
         self.reporter.note_evaluation(report)
         name, value = report.headline
-        log.info("held-out %s at version %d: %.3f (%d samples)", name, report.version, value, report.num_samples)
+        log.info("held-out %s at version %d: %.3f (%d samples%s)", name, report.version, value, report.num_samples, report.failed)
         if self.lifecycle.phase == "evaluating":
             if report.version < self.feeder.version:
                 self._start_evaluation(self.feeder.version)
@@ -604,11 +604,18 @@ class Controller:
     # -- the model -------------------------------------------------------------------------------------------------------
 
     def know_model(self, folder: str) -> None:
-        """Note the model's folder and the size of its vocabulary: token ids beyond it are refused from now on."""
-        self.model_folder = folder
+        """Note the model's folder and the size of its vocabulary: token ids beyond it are refused from now on.
+
+        Raises:
+            ConfigError: `generate.sampling.stop_token_ids` has an id beyond it.
+        """
         if size := number_of_model(folder, "vocab_size"):
+            if (highest := max(self.config.generate.sampling.stop_token_ids, default=0)) >= size:
+                allowed = f"must be under {size}, the size of the model's vocabulary"
+                raise ConfigError(f"generate.sampling.stop_token_ids {allowed}, got {highest}")
             for group_id in self.buffer.know_vocabulary(size, self.clock.now()):
                 log.warning("group %d is dropped: it has token ids beyond the model's vocabulary of size %d", group_id, size)
+        self.model_folder = folder
 
     def tell_model_folder(self) -> None:
         """Tell every process that waits for the model's folder to load it; telling an inference worker twice is harmless."""

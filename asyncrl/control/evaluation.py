@@ -59,7 +59,7 @@ class Evaluation:
         """Weights by name of the functions that judge an answer: all except penalties."""
         self._newest_version = -1
         self._rewards: list[float] = []
-        self._num_right = 0
+        self._num_right = self._num_failed = 0
         self._seed = derive_seed(config.seed, "evaluation")
         self._sampling = sampling_of(config, config.eval.temperature)
 
@@ -105,6 +105,7 @@ class Evaluation:
                 self._rewards.append(0.0 if score.error else score.reward)
                 judged = sum(weight * score.parts.get(name, 0.0) for name, weight in self._verdict_weights.items())
                 self._num_right += not score.error and judged >= RIGHT_FROM
+                self._num_failed += bool(score.error)
                 self._unsampled[group_id].discard(score.index)
                 self._unjudged[group_id].discard(score.index)
         self._settle(group_id)
@@ -137,6 +138,7 @@ class Evaluation:
             started_s=self._started_s,
             finished_s=now,
             newest_version=self._newest_version,
+            num_failed=self._num_failed,
         )
 
 
@@ -144,4 +146,7 @@ def sampling_of(config: RunConfig, temperature: float | None = None) -> Sampling
     """Return the run's sampling, with the temperature replaced if one is given."""
     sampling = config.generate.sampling
     asked = sampling.temperature if temperature is None else temperature
-    return SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=asked, top_p=sampling.top_p, top_k=sampling.top_k)
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens, temperature=asked, top_p=sampling.top_p, top_k=sampling.top_k,
+        stop_token_ids=sampling.stop_token_ids,
+    )  # fmt: skip

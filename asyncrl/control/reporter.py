@@ -202,7 +202,7 @@ class Reporter:
             self.alarms.take_evaluation(report.accuracy, report.num_samples)
             values["eval/accuracy"] = judged["accuracy"] = report.accuracy
         name, value = report.headline
-        self.note_event("evaluation", name, f"{value:.3f}", report.version)
+        self.note_event("evaluation", name, f"{value:.3f}{report.failed}", report.version)
         self._evals_file.write(report)
         self.spans.write(sp.span(sp.EVALUATE, report.started_s, report.finished_s, "controller", **judged))
         self.sinks.write(report.version, self._clock.now(), values)

@@ -214,23 +214,26 @@ def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionCo
     figures["policy/dual_clip_fraction"] = float(every["dual_clipped"].mean())
     figures["policy/kept_fraction"] = float(every["kept"].mean())
     figures["ratio/capped_fraction"] = float(first["capped"].mean())
-    # Tokens of staleness 0: engine and trainer have the same weights, so any difference is mismatch.
-    fresh = (first["staleness"] == 0) & (first["is_exact"] > 0)
+    oldest_S = np.full(sequence_ids.max() + 1, -1.0)
+    np.maximum.at(oldest_S, sequence_ids, first["staleness"])
+    oldest = oldest_S[sequence_ids]
+    # Engine and trainer have the same weights: any difference is mismatch. After an older token it could be its keys and values.
+    fresh = (first["staleness"] == 0) & (oldest == 0) & (first["is_exact"] > 0)
     figures["mismatch/tokens"] = float(fresh.sum())
     if fresh.any():
         figures |= mismatch_figures(learner[fresh], behaviour[fresh])
-    return figures | _by_staleness(every, first, sequence_ids)
+    return figures | _by_staleness(every, first, sequence_ids, oldest)
 
 
 _TOLD_OF_TOKENS = (*RATIO_LEVELS, "ratio/mean", "ratio/ess", "ratio/chi2_token")
 _TOLD_OF_SEQUENCES = ("ratio/chi2_sequence", "ratio/perplexity")
 
 
-def _by_staleness(every: Columns, first: Columns, sequence_ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
+def _by_staleness(
+    every: Columns, first: Columns, sequence_ids: np.ndarray[tuple[int], np.dtype[np.int64]], oldest: FloatArray
+) -> dict[str, float]:
     buckets_of_every, buckets = staleness_bucket(every["staleness"]), staleness_bucket(first["staleness"])
-    oldest_S = np.full(sequence_ids.max() + 1, -1.0)
-    np.maximum.at(oldest_S, sequence_ids, first["staleness"])
-    buckets_of_oldest = staleness_bucket(oldest_S)[sequence_ids]
+    buckets_of_oldest = staleness_bucket(oldest)
     figures: dict[str, float] = {}
     for index, bucket in enumerate(STALENESS_BUCKETS):
         told: dict[str, float] = {}

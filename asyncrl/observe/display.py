@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,6 +31,8 @@ from asyncrl.schema.status import ENDED, OVER_LIMIT, RunStatus
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED_STEPS = 400
 REMEMBERED_EVENTS = 6
+MOST_REASON = 400
+"""Maximum number of characters of the reason of a death."""
 
 
 @dataclass(eq=False)
@@ -49,7 +52,9 @@ class RunView:
             news.append(after.resumed)
         deaths_before = {process.name: process.deaths for process in before.processes}
         died = [process for process in after.processes if process.deaths > deaths_before.get(process.name, 0)]
-        news += [f"{process.name} died ({process.deaths} times so far), now {process.state}" for process in died]
+        for process in died:
+            times, why = "once" if process.deaths == 1 else f"{process.deaths} times", shorten(process.last_death, MOST_REASON)
+            news.append(f"{process.name} died ({times} so far), now {process.state}{f': {why}' if why else ''}")
         then = {process.name for process in before.processes if process.joined}
         now = {process.name for process in after.processes if process.joined}
         lost = after.guests.get("lost", 0) > before.guests.get("lost", 0)
@@ -191,8 +196,13 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
         if len(evals) > 1:
             first, last = evals[0], evals[-1]
             (name, before), (_, after) = first.headline, last.headline
-            gain = f"{before:.3f} (version {first.version}) -> {after:.3f} (version {last.version})"
+            gain = f"{before:.3f} (version {first.version}{first.failed}) -> {after:.3f} (version {last.version}{last.failed})"
             lines.append(f"held-out {name} {gain}, {last.num_samples} samples each")
+        lines += [
+            f"WARNING: all held-out samples of version {one.version} failed: its {one.headline[0]} says nothing of the policy"
+            for one in evals
+            if 0 < one.num_samples == one.num_failed
+        ]
         # Unless it was killed, the controller has drawn the pictures at the end; importing matplotlib is slow.
         if not steps.exists() or not load_config(run_folder / "config.toml").observe.pictures:
             drawn = {}

@@ -102,7 +102,7 @@ _ROWS = (
     ("perplexity/log_gap_abs_mean", "nat", "absolute difference of the learner and behaviour log perplexity, mean over samples"),
     ("perplexity/log_gap_max", "nat", "largest log perplexity gap of a sample, learner minus behaviour policy"),
     ("perplexity/log_gap_min", "nat", "smallest log perplexity gap of a sample, learner minus behaviour policy"),
-    ("mismatch/tokens", "tokens", "trained tokens that the trained version itself sampled, to compare engine and learner"),
+    ("mismatch/tokens", "tokens", "trained tokens of samples without a token of an older version, to compare engine and learner"),
     ("mismatch/kl_k1", "nat", "k1 estimate of KL(behaviour || learner) over `mismatch/tokens`; due to numerics, not staleness"),
     ("mismatch/kl_k3", "nat", "k3 estimate of KL(behaviour || learner) over `mismatch/tokens`"),
     ("mismatch/logprob_gap_mean", "nat", "absolute gap of learner and engine log-probability, mean over `mismatch/tokens`"),

@@ -99,6 +99,13 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     finished_s: float = 0.0
     newest_version: int = -1
     """Newest version that sampled a token of it; above `version` if training went on meanwhile. -1: not known."""
+    num_failed: int = 0
+    """Number of samples that failed, which count as wrong and with reward 0."""
+
+    @property
+    def failed(self) -> str:
+        """Return how many samples failed, as an addition to a line; empty if none did."""
+        return f", {self.num_failed} of {self.num_samples} failed" if self.num_failed else ""
 
     @property
     def headline(self) -> tuple[str, float]:

@@ -35,6 +35,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     waiting_s: float = 0.0
     joined: bool = False
     """A generator that the run did not start (`asyncrl join`)."""
+    last_death: str = ""
+    """Why it died last; empty if it never died."""
 
 
 OVER_LIMIT = "over limit"

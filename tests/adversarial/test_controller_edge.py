@@ -257,6 +257,21 @@ async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused
     assert early.submit(ExternalGroup(Prompt("mine"), tuple(answer_to(work).members()))).group_id == 1
 
 
+async def test_stop_tokens_go_with_every_group_and_one_beyond_the_vocabulary_ends_the_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    generate = {"num_workers": 1, "engine": {"kind": "fake"}, "sampling": {"stop_token_ids": [7, 100]}}
+    async with running(tmp_path / "run", generate=generate) as world:
+        _, _, generator = await world.start()
+        assert (await receive(generator, GroupWork, Lane.DATA)).sampling.stop_token_ids == (7, 100)
+        world.launcher.history[0].exit(-9)
+        await world.launcher.started("learner", 2)
+        learner = await world.join("learner", "learner")
+        await learner.send(control.LearnerReady(0, str(tmp_path)), Lane.CONTROL)
+        await world.until("failed")
+        said = "generate.sampling.stop_token_ids must be under 100, the size of the model's vocabulary, got 100"
+        assert said in world.controller.lifecycle.reason
+
+
 async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tmp_path):
     async with running(tmp_path, learner={"kind": "external"}) as world:
         with pytest.raises(RunError, match="there is no version 7: 0 steps were taken"):

@@ -53,14 +53,16 @@ class ProcessRecord:
     kind: ProcessKind
     state: ProcessState = "planned"
     incarnation: int = 0
-    deaths: list[tuple[float, str]] = field(default_factory=list)
-    """Times of its deaths within the window, each with the node that was lost, or empty if none was."""
+    deaths: list[tuple[float, str, str]] = field(default_factory=list)
+    """Its deaths within the window: the time, the node that was lost (empty if none was), and how it ended, as text."""
     exit_codes: list[int] = field(default_factory=list)
     """Exit codes of all incarnations that died. Exits after the run's end, or of processes not needed, are not deaths."""
     departures: int = 0
     """Number of incarnations that left because they were not needed."""
     reason: str = ""
     """Why it was killed, or its own error; empty if unknown."""
+    last_death: str = ""
+    """Why it died last; empty if it never died."""
     returns: bool = False
     """Whether it is leaving and is needed again, so that it must be started afterwards."""
 
@@ -338,24 +340,25 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                 self._start(record, delay_s=0.0)
             return
         record.exit_codes.append(event.code)
-        record.deaths.append((self._now, event.node))
+        ended = "an error" if record.reason else _exit_text(event.code)  # the signal after an error is our own
+        record.deaths.append((self._now, event.node, ended))
         exited = f"{record.name} exited with {_exit_text(event.code)}{OUT_OF_MEMORY * (event.code == -9)}"
         lost = f"{record.name} is lost: its node {event.node}, or its actor there, is gone"
-        why = record.reason or (lost if event.code == ev.LOST else exited)
+        why = record.last_death = record.reason or (lost if event.code == ev.LOST else exited)
         self._out.append(ev.AnnounceDead(record.name, record.kind, why))
         window_s = self.config.death_window_s
         for each in self.processes.values():
             each.deaths = [death for death in each.deaths if self._now - death[0] <= window_s]
-        deaths = {each.name: len(each.deaths) for each in self.processes.values() if each.deaths}
         num_deaths = self._num_deaths()
         if num_deaths <= self.config.max_deaths:
-            doublings = min(deaths[record.name] - 1, 30)
+            doublings = min(len(record.deaths) - 1, 30)
             self._start(record, float(min(self.config.backoff_s * 2**doublings, LONGEST_BACKOFF_S)))
             return
         record.state = "gone"
         listing = "; ".join(
-            f"{name} ended with {', '.join(map(_exit_text, self.processes[name].exit_codes[-number:]))}"
-            for name, number in deaths.items()
+            f"{each.name} ended with {', '.join(ended for _, _, ended in each.deaths)}"
+            for each in self.processes.values()
+            if each.deaths
         )
         self._end(
             ok=False,
@@ -367,7 +370,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         """Return the number of deaths in the window; all processes lost with one node count as one death."""
         own, nodes = 0, Counter[str]()
         for record in self.processes.values():
-            lost = Counter(node for _, node in record.deaths)
+            lost = Counter(node for _, node, _ in record.deaths)
             own += lost.pop("", 0)
             nodes |= lost
         return own + nodes.total()

@@ -48,6 +48,7 @@ def test_settings_that_the_config_of_a_resumed_run_cannot_have_are_not_applied(a
     ({}, {"observe.alarms.reward.dead.deeper": "off"}, "alarms"),
     ({}, {"": 1}, "cannot change"),
     ({}, {"algorithm.kl.coefficient": 0.1}, "no reference is loaded"),
+    ({"generate": {"engine": {"kind": "vllm", "max_sequence_tokens": 512}}}, {"generate.sampling.temperature": 0.005}, "vLLM"),
     ({"learner": {"kind": "driven"}}, {"max_run_s": 9, "buffer.max_staleness": 1}, "^buffer.max_staleness cannot change here"),
     ({"learner": {"kind": "external"}}, {"num_steps": 9, "learner.max_grad_norm": 2}, "^learner.max_grad_norm .*'external'"),
     ({"learner": {"kind": "external"}}, {"generate.sampling.temperature": 0.5}, "^generate.sampling.temperature .*'external'"),

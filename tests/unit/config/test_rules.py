@@ -79,6 +79,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"kind": "scratch", "hidden_size": 30, "num_heads": 4}}, "multiple of"),
     ({"model": {"kind": "scratch", "max_positions": 8}}, "max_positions"),
     ({"buffer__min_group_members": 9, "algorithm__group_size": 4}, "group_size"),
+    ({"generate__engine": VLLM, "generate__sampling__temperature": 0.005},
+     r"^generate.sampling.temperature \(0.005\) must be at least 0.01, the lowest that vLLM samples at"),
+    ({"generate__engine": VLLM, "eval__temperature": 0.001}, r"^eval.temperature \(0.001\) must be .* may be 0 \(greedy\) too"),
+    ({"generate__sampling__stop_token_ids": [3, -1]}, r"stop_token_ids\[1\]"),
     ({"reward__functions": []}, "at least one reward"),
     ({"reward__functions": [{"kind": "preference"}]}, r"'preference' judges the answers of task.kind = 'preferences'"),
     ({"reward__functions": [{"kind": "answer_match", "tolerance": 0.1}]}, "tolerance is read with mode = 'numeric' only"),
@@ -173,6 +177,7 @@ SERVERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({"url": wrong}, {}, "no server's address") for wrong in ("127.0.0.1:8000", "http://127.0.0.1:port", "http://127.0.0.1:80/v1")),
     ({"url": "http://127.0.0.1:8000,http://127.0.0.1:8000/"}, {"generate__num_workers": 2}, "1 servers for .* = 2"),
     *(({"url": url}, {"launch": ELASTIC}, "max_generators is 4: name as many") for url in ("http://127.0.0.1:8000", TWO)),
+    ({"url": TWO}, {"generate__sampling__temperature": 0.005}, "the lowest that vLLM samples at"),
     ({"url": TWO}, {"learner__lora": {"rank": 4}}, "lora"),
     ({"url": TWO}, {"model": {"kind": "scratch", "fp32_head": True}}, "fp32_head"),
 ]  # fmt: skip
@@ -189,6 +194,20 @@ def test_what_does_not_go_together_is_refused_with_field_and_value_and_what_to_w
     config, faults, gone = take_values(laid_over({}, settings))
     faults += faults_beside(config, gone)
     assert [fault for fault in faults if fault.given is None or (fault.field == "config" and "null" not in fault.allowed)] == []
+
+
+@pytest.mark.parametrize("engine", [VLLM, {"kind": "vllm_server", "url": "http://127.0.0.1:8000"}])
+def test_hybrid_with_vllm_is_refused_for_the_engine_alone(engine):
+    with pytest.raises(ConfigError) as refused:
+        parse_config(laid_over({}, HYBRID | {"generate__engine": engine, "learner__device": "cuda", "generate__num_workers": 1}))
+    lines = str(refused.value)
+    assert 'set "transformers", or placement.kind = "colocated"' in lines
+    assert "sleep" not in lines
+    assert "set generate.engine.kind = 'vllm'" not in lines
+
+
+def test_a_greedy_evaluation_with_vllm_is_taken():
+    parse_config(laid_over({}, {"generate__engine": VLLM, "generate__sampling__temperature": 0.01, "eval__temperature": 0.0}))
 
 
 TOGETHER = {

@@ -12,8 +12,9 @@ from asyncrl.config.run import RunConfig
 from asyncrl.observe.display import RunView, follow_run
 from asyncrl.observe.report import DrawnStep, draw_reward, write_report
 from asyncrl.observe.spans import SPANS_FILE
-from asyncrl.observe.steps import EVAL_FILE, StepReport, read_steps
+from asyncrl.observe.steps import EVAL_FILE, EvalReport, StepReport, read_steps
 from asyncrl.schema.status import ProcessStatus, RunStatus
+from tests.builders import write_rows
 
 
 class PlayedRun:
@@ -69,8 +70,19 @@ def test_the_rewards_of_a_run_are_smoothed_over_a_twelfth_of_it() -> None:
     assert smooth[-1] == pytest.approx(0.5)
 
 
-def status(phase: str = "running", *, deaths: int = 0, **more: object) -> RunStatus:
-    process = ProcessStatus("generator-0", "generator", 7, "ready", deaths)
+async def test_an_evaluation_of_which_every_sample_failed_is_told_from_one_without_a_right_answer(run_folder: Path) -> None:
+    all_failed = EvalReport(version=0, accuracy=0.0, num_samples=16, num_failed=16)
+    (run_folder / EVAL_FILE).unlink()
+    write_rows(run_folder / EVAL_FILE, all_failed, EvalReport(version=3, accuracy=0.0, num_samples=16, num_failed=1))
+    lines = (await followed(PlayedRun(run_folder), plain=True)).splitlines()
+    both = "0.000 (version 0, 16 of 16 failed) -> 0.000 (version 3, 1 of 16 failed), 16 samples each"
+    assert f"held-out accuracy {both}" in lines
+    warning = "WARNING: all held-out samples of version 0 failed: its accuracy says nothing of the policy"
+    assert [line for line in lines if line.startswith("WARNING")] == [warning]
+
+
+def status(phase: str = "running", *, deaths: int = 0, why: str = "", **more: object) -> RunStatus:
+    process = ProcessStatus("generator-0", "generator", 7, "ready", deaths, last_death=why)
     return RunStatus(name="r", run_folder="runs/r", phase=phase, num_steps=100, processes=(process,), uptime_s=65.0, **more)  # type: ignore[arg-type]
 
 
@@ -78,7 +90,10 @@ def test_only_what_is_new_in_a_status_is_news() -> None:
     view = RunView()
     assert view.take_status(status("warming")) == ["warming"]
     assert view.take_status(status("warming")) == []
-    died, accuracy = "generator-0 died (1 times so far), now ready", "held-out accuracy before training 0.250"
-    assert view.take_status(status(deaths=1, accuracy_before=0.25)) == ["running", died, accuracy]
+    died, accuracy = "generator-0 died (once so far), now ready: no memory for it", "held-out accuracy before training 0.250"
+    assert view.take_status(status(deaths=1, why="no memory\nfor it", accuracy_before=0.25)) == ["running", died, accuracy]
     assert view.take_status(status("failed", deaths=1, accuracy_before=0.25, reason="stalled")) == ["failed: stalled"]
     assert view.events[0] == "1:05  warming"
+    (died,) = view.take_status(status("failed", deaths=2, why="much to say " * 100))
+    assert died.startswith("generator-0 died (2 times so far), now ready: much to say")
+    assert len(died) < 500

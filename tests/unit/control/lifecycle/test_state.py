@@ -68,6 +68,14 @@ def test_one_death_too_many_names_processes_codes_and_log() -> None:
     )
 
 
+def test_a_process_that_reported_its_error_did_not_end_with_the_signal_that_followed() -> None:
+    told = Told(config=SupervisionConfig(max_deaths=0)).up()
+    told(ev.ProcessFault("generator-0", "GenerationError: no memory", fatal=False))
+    *_, end = told(ev.ProcessExited("generator-0", -15, 1))
+    assert isinstance(end, ev.EndRun)
+    assert "generator-0 ended with an error; the last: generator-0: GenerationError: no memory; see" in end.reason
+
+
 def test_the_loss_of_a_node_is_one_death_however_many_processes_were_on_it_and_nobody_s_memory() -> None:
     told = Told(config=SupervisionConfig(max_deaths=1)).up()
     lost = [ev.ProcessExited(item.name, ev.LOST, 1, "10.0.0.7") for item in PLAN]
@@ -98,6 +106,7 @@ def test_silent_process_is_killed_once_and_dies_of_it() -> None:
     assert kill == ev.KillProcess("learner", "learner sent no heartbeat for 11 s")
     announced = told(ev.ProcessExited("learner", -9, 1))[0]
     assert announced == ev.AnnounceDead("learner", "learner", "learner sent no heartbeat for 11 s")
+    assert told.life.processes["learner"].last_death == "learner sent no heartbeat for 11 s"
     told(ev.ProcessStarted("learner", 2))
     assert beating(told, 90, "generator-0", "generator-1") == [], "a new incarnation has time to start again"
 

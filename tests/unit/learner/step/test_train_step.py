@@ -58,6 +58,7 @@ def test_what_is_kept_of_the_tokens_adds_up_to_the_figures_of_the_step(kit, toke
     samples, model, random = kit.samples(groups=6), kit.model(), np.random.default_rng(0)
     for sample in samples:
         sample["versions"] = np.sort(12 - random.choice([0, 1, 2, 4, 6, 11], len(sample["response"])))
+    samples[0]["versions"] = np.full(len(samples[0]["response"]), 12)
     result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row, step=12), config)
     rows = {(row.group_id, row.index): row for row in result.tokens}
     assert len(rows) == len(samples)
@@ -76,7 +77,8 @@ def test_what_is_kept_of_the_tokens_adds_up_to_the_figures_of_the_step(kit, toke
         whole = np.full((2, len(ages)), [[ages.max()], [number]])
         trained.append(np.concatenate([floats[:, mask], [flags[mask] & KEPT > 0, flags[mask] & CLIPPED > 0, ages], whole]))
     behaviour, learner, weights, entropy, advantages, kept, clipped, age, oldest, ids = np.concatenate(trained, axis=1)
-    ratios, fresh, of_tokens = np.exp(learner - behaviour), age == 0, token_figures(learner, behaviour)
+    ratios, fresh, of_tokens = np.exp(learner - behaviour), oldest == 0, token_figures(learner, behaviour)
+    assert 0 < fresh.sum() < (age == 0).sum()  # after an older token, keys and values can be the older version's
     figures = {
         "ratio/max": ratios.max(), "ratio/mean": ratios.mean(), "ratio/p95": np.quantile(ratios, 0.95),
         "ratio/capped_fraction": (ratios >= 1.05).mean(), "ratio/correction_mean": weights.mean(),

@@ -46,6 +46,7 @@ WHAT_TO_DO = {
 }
 
 Dtype = Literal["float32", "bfloat16"]
+TokenRole = Literal["viewer", "operator", "submitter", "admin"]
 PlanAlgorithm = Literal["grpo", "ppo", "dpo"]
 PlanPlacement = Literal["disaggregated", "colocated", "hybrid", "async_hybrid"]
 
@@ -163,7 +164,9 @@ def resume(
     """Continue a paused run, or a stopped run from where it stopped (`--set num_steps=...` trains more steps)."""
     from asyncrl.client import CONTROLLER_END_S, Run, given_config, has_done, newest_saved
     from asyncrl.control.launch.processes import is_live, until_gone
+    from asyncrl.folders import is_locked
     from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row, read_events
+    from asyncrl.serve.records import LOCK_FILE, RECORD_FILE
 
     folder = _newest(folder)
     if is_live(folder):
@@ -176,6 +179,8 @@ def resume(
         print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
         if not asyncio.run(until_gone(folder, CONTROLLER_END_S)):
             raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
+    if (folder / RECORD_FILE).exists() and is_locked(folder.resolve().parents[1] / LOCK_FILE):
+        raise ConfigError(f"{folder} is a run of a daemon: POST /v1/runs/{folder.resolve().name}/resume continues it")
     config, newest = given_config(None, folder, overrides), newest_row(folder / STEPS_FILE, StepReport)
     if config.learner.kind == "driven":
         raise ConfigError(f"a program trains the run in {folder}: continue it with asyncrl.Session(resume=...)")
@@ -335,14 +340,16 @@ def view(
 @token_app.command("add")
 def token_add(
     name: Annotated[str, typer.Argument(help="Who uses it.")],
-    role: Annotated[str, typer.Argument(help="viewer, operator, submitter or admin.")],
+    role: Annotated[TokenRole, typer.Argument(help="What it may do: each role includes those before it.")],
     folder: Annotated[Path, typer.Option(help="The daemon's folder.")] = Path("served"),
 ) -> None:
     """Make a token for a stopped daemon and print it once. With a running daemon, use POST /v1/tokens."""
     from asyncrl.clock import SystemClock
     from asyncrl.serve.daemon import own_records
-    from asyncrl.serve.records import new_token
+    from asyncrl.serve.records import DATABASE, new_token
 
+    if not (folder / DATABASE).exists():
+        print(f"{folder} is new: no daemon has served it yet", file=sys.stderr)
     with own_records(folder) as records:
         print(new_token(records, name, role, SystemClock()))
 

@@ -558,7 +558,7 @@ class Controller:
     def _act_on(self, alarm: Alarm) -> None:
         """Pause or stop the run where the config (observe.alarms) says so for this alarm."""
         reason = f"alarm {alarm.rule}: {alarm.text}"
-        acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(), "stop": ev.StopRequested(reason)}
+        acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(reason), "stop": ev.StopRequested(reason)}
         event = acts.get(self.config.observe.alarms.get(alarm.rule, "warn"))  # type: ignore[call-overload]
         if event is not None and not self.lifecycle.refusal(event):
             log.warning("because of alarm %s: %s", alarm.rule, type(event).__name__)

@@ -19,10 +19,11 @@ import msgspec
 from asyncrl.client import RunClient, connect, error_in
 from asyncrl.config.load import dump_config, find_config, read_config_text
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import ConfigError, LaunchError, RunError
+from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
+from asyncrl.schema.status import RunStatus
 from asyncrl.serve.reading import MOST_CHUNK_BYTES, SUMS_FILE
 from asyncrl.serve.records import RunRecord
-from asyncrl.serve.submit import Fork, Submission
+from asyncrl.serve.submit import Fork, Resume, Submission
 from asyncrl.sweep.statistics import Comparison, compare
 
 LOOK_S = 1.0
@@ -54,9 +55,11 @@ class Server:
             await self._ask("GET", "/v1/machine", dict)
         except BaseException as error:
             await self._http.close()
-            if not isinstance(error, RunError):
-                raise
-            raise LaunchError(f"no daemon answers at {self._url}: {error}") from error
+            if isinstance(error, RunLostError):
+                raise LaunchError(f"no daemon answers at {self._url}: {error}") from error
+            if isinstance(error, RunError):
+                raise RunError(f"{self._url} refuses: {error}") from error
+            raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -101,10 +104,12 @@ class Server:
         return await self._ask("POST", "/v1/runs", RunRecord, asked, {"Idempotency-Key": key} if key else None)
 
     async def fork(
-        self, run: RunRecord | str, name: str, *, checkpoint: str = "", set: Mapping[str, Any] | None = None  # noqa: A002 - as above
+        self, run: RunRecord | str, name: str, *, checkpoint: str = "", set: Mapping[str, Any] | None = None,  # noqa: A002 - as above
+        project: str = "", tags: Sequence[str] = (), priority: int = 0,
     ) -> RunRecord:  # fmt: skip
-        """Queue a new run that starts from a checkpoint's weights of another run."""
-        return await self._ask("POST", f"/v1/runs/{_id(run)}/fork", RunRecord, Fork(name, checkpoint, dict(set or {})))
+        """Queue a new run that starts from a checkpoint's weights of another run; without `project`, in that run's project."""
+        asked = Fork(name, checkpoint, dict(set or {}), priority, project, tuple(tags))
+        return await self._ask("POST", f"/v1/runs/{_id(run)}/fork", RunRecord, asked)
 
     async def runs(self, **query: str) -> list[RunRecord]:
         """Return runs, newest first: all, or by `state`, `project`, `tag`; at most 1,000."""
@@ -118,6 +123,11 @@ class Server:
     async def cancel(self, run: RunRecord | str) -> RunRecord:
         """Take a queued run out of the queue."""
         return await self._ask("POST", f"/v1/runs/{_id(run)}/cancel", RunRecord)
+
+    async def resume(self, run: RunRecord | str, num_steps: int = 0) -> RunRecord:
+        """Continue a paused run, or queue an ended run again; `num_steps` is the ended run's new goal (0: as before)."""
+        await self._ask("POST", f"/v1/runs/{_id(run)}/resume", RunStatus, Resume(num_steps))
+        return await self.show(run)
 
     async def ended(self, runs: Iterable[RunRecord | str]) -> AsyncIterator[RunRecord]:
         """Yield runs as they end."""
@@ -201,7 +211,7 @@ class Server:
             async with self._open().request(method, f"{self._url}{path}", data=data, headers=headers, params=query) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise RunError(f"{self._url} does not answer: {error}") from error
+            raise RunLostError(f"{self._url} does not answer: {error}") from error
         if response.status >= 400:
             raise RunError(error_in(answer))
         return msgspec.json.decode(answer, type=kind)

@@ -37,12 +37,11 @@ from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, NewLines, RunEvent, S
 from asyncrl.schema.status import RunStatus
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine, machine
-from asyncrl.serve.records import SESSION_KEY_FILE, TOKEN_FILE, Guard, Outcome, Records, RunRecord, new_token
+from asyncrl.serve.records import LOCK_FILE, SESSION_KEY_FILE, TOKEN_FILE, Guard, Outcome, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
 
 log = logging.getLogger(__name__)
 
-LOCK_FILE = "server.lock"
 URL_FILE = "server.url"
 VIEW_LOOK_S = 1.0
 """Time between two reads of live runs by `asyncrl view`."""
@@ -256,6 +255,7 @@ def own_records(folder: Path) -> Iterator[Records]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LaunchError(f"another daemon serves {folder}; its tokens are made by POST /v1/tokens") from error
+            url = f" at {(folder / URL_FILE).read_text()}" if (folder / URL_FILE).exists() else ""
+            raise LaunchError(f"another daemon serves {folder}{url}; its tokens are made by POST /v1/tokens") from error
         with contextlib.closing(Records(folder)) as records:
             yield records

@@ -241,13 +241,13 @@ class Keeper:
         """Queue an ended run, to continue where it stopped.
 
         Raises:
-            RunError: The run has not ended, or has done all its steps.
+            RunError: The run has not ended, has done all its steps, or its folder is gone.
         """
         record = self.records.runs[run]
         if record.state != "ended":
             raise RunError(f"{run} is {record.state}: it needs no resume")
-        goal = num_steps or record.num_steps
-        if record.version >= goal and has_done(self.records.run_folder(run), goal, record.reason):
+        goal, folder = num_steps or record.num_steps, self._folder(run)
+        if record.version >= goal and has_done(folder, goal, record.reason):
             raise RunError(f"{run} has done its {goal} steps; give num_steps to take it further")
         record = replace(record, state="queued", outcome="", reason="", drains=False, num_steps=goal, ended_s=0.0)
         self.records.put_run(record)
@@ -329,6 +329,17 @@ class Keeper:
 
     # -- one run ---------------------------------------------------------------------------------------------------------
 
+    def _folder(self, run: str) -> Path:
+        """Return a run's folder.
+
+        Raises:
+            RunError: It is gone.
+        """
+        folder = self.records.run_folder(run)
+        if not folder.is_dir():
+            raise RunError(f"the folder of {run} is gone (moved or deleted): {folder}")
+        return folder
+
     async def _find_again(self, record: RunRecord) -> bool | None:
         """Check a run that an earlier daemon began; if its controller was just starting, wait for it, or kill it after a time.
 
@@ -357,7 +368,7 @@ class Keeper:
         """Keep a run alive until it ends: start its controller, follow it, and start another if it is lost.
 
         Raises:
-            AlreadyRunsError: The run already has a controller, of this or an earlier daemon, so none was started.
+            AlreadyRunsError: The run already has a controller, of whomever, so none was started.
         """
         in_vain = 0
         while True:
@@ -376,9 +387,9 @@ class Keeper:
                 phase, reason = "", str(error)
             except AsyncRLError as error:
                 found = self.records.runs[record.id]
-                if isinstance(error, AlreadyRunsError) and of_before:
+                if isinstance(error, AlreadyRunsError) and (of_before or is_live(self.records.run_folder(record.id))):
                     self.records.put_run(replace(found, attempts=record.attempts, events_before=record.events_before))
-                    raise  # it was not to be seen yet: the daemon was killed as it started it, say
+                    raise  # its controller was not to be seen yet, or somebody else resumed the run: it is adopted
                 self._ended(replace(found, reason=str(error)), "failed")
                 return
             lives, of_before, record = False, True, self.records.runs[record.id]
@@ -412,10 +423,10 @@ class Keeper:
             AlreadyRunsError: The run already has a controller.
             AsyncRLError: The controller could not be started.
         """
-        folder = self.records.run_folder(record.id)
+        folder = self._folder(record.id)
         resumed = (folder / "config.toml").exists()
         if not of_before:
-            await until_gone(folder, CONTROLLER_END_S)  # of a run that has ended; one that stays is refused
+            await until_gone(folder, CONTROLLER_END_S)  # of a run that has ended
         elif await asyncio.to_thread(find_controllers, folder):  # as it goes on as a fork of itself, one look may see neither
             raise AlreadyRunsError(f"{folder} already runs")
         before = max((event.seq for event in read_events(folder)), default=0)
@@ -470,7 +481,8 @@ class Keeper:
         self.statuses[run] = status
         record = self.records.runs[run]
         newer = replace(
-            record, version=status.version, accuracy_before=status.accuracy_before, accuracy_after=status.accuracy_after,
+            record, accuracy_before=status.accuracy_before, accuracy_after=status.accuracy_after,
+            version=record.version if status.version < 0 else status.version,  # of a resumed run whose learner is not ready
             num_steps=status.num_steps,  # it may have been changed
         )  # fmt: skip
         told, before = ((one.version // 50, one.accuracy_after, one.num_steps) for one in (newer, record))

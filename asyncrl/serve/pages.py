@@ -56,6 +56,7 @@ FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".LICENSE": "text/plain"}
 MOST_LOGIN_BYTES = 4096
 MOST_RUNS = 500
+"""Number of newest runs in the list; older ones are in it until they end."""
 MOST_NAMES = 64
 COUNT_LIMIT_S = 10.0
 """Time limit for counting one ledger."""
@@ -150,18 +151,22 @@ class Pages:
     # -- what comes ------------------------------------------------------------------------------------------------------
 
     async def live_runs(self, request: web.Request) -> web.StreamResponse:
-        """Stream the newest runs' records, with active alarms and the newest step; all are sent whenever one has changed."""
+        """Stream records of the newest runs and of all that have not ended, with active alarms and the newest step.
+
+        All are sent whenever one has changed.
+        """
         sent, number = b"", 0
 
         async def rows() -> list[tuple[int, str, bytes]]:
             nonlocal sent, number
-            newest = sorted(self._records.runs.values(), key=lambda run: -run.number)[:MOST_RUNS]
+            runs = sorted(self._records.runs.values(), key=lambda run: -run.number)
+            newest = [run for place, run in enumerate(runs) if place < MOST_RUNS or run.state != "ended"]
             statuses = [self._keeper.statuses.get(run.id) for run in newest]
             alarms = [[alarm.rule for alarm in status.alarms] if status else [] for status in statuses]
             steps = await asyncio.to_thread(self._newest_steps, newest)
             about = zip(newest, alarms, steps, strict=True)
             told = [{**msgspec.structs.asdict(run), "alarms": standing, "newest": step} for run, standing, step in about]
-            if (now := msgspec.json.encode(told)) == sent:
+            if (now := msgspec.json.encode({"runs": told, "total": len(runs)})) == sent:
                 return []
             sent, number = now, number + 1
             return [(number, "runs", now)]
@@ -237,7 +242,7 @@ class Pages:
     def alarms(self, request: web.Request) -> dict[str, Any]:
         """Return the alarms that a run has raised, newest first, and the rules with the action for each."""
         folder, source = self._folder(request), self._records.config_file(request.match_info["run"])
-        chosen = {str(rule): what for rule, what in load_config(source).observe.alarms.items()}
+        chosen = {str(rule): what for rule, what in load_config(source).observe.alarms.items()} if source.exists() else {}
         shown = ("name", "level", "meets", "needed", "of", "source", "advice")
         rules = [{**{field: getattr(rule, field) for field in shown}, "action": chosen.get(rule.name, "warn")} for rule in RULES]
         return {"alarms": raised_in(read_events(folder))[::-1], "rules": rules}

@@ -220,10 +220,13 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
 
 
 def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return results of runs, and the settings in which they differ; only their newest steps are read."""
+    """Return results of runs, and the settings in which they differ (none of a run whose folder is gone).
+
+    Only their newest steps are read.
+    """
     rows = list[dict[str, Any]]()
     for record, folder in ((records.runs[name], records.run_folder(name)) for name in names):
-        newest: dict[int, StepReport] = {}
+        newest, source = dict[int, StepReport](), records.config_file(record.id)
         for step in newest_rows(folder / STEPS_FILE, StepReport):
             newest.setdefault(step.step, step)  # of a step that was repeated the last line counts
         last = [newest[number] for number in sorted(newest)][-LAST_STEPS:]
@@ -239,10 +242,10 @@ def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
             "reward": sum(step.reward_mean for step in last) / len(last) if last else None,
             "staleness": sum(step.staleness_mean for step in last) / len(last) if last else None,
             "steps_per_s": 1 / step_s if step_s > 0 else None,
-            "config": _flat(msgspec.to_builtins(load_config(records.config_file(record.id)))),
+            "config": _flat(msgspec.to_builtins(load_config(source))) if source.exists() else {},
         })  # fmt: skip
     keys = {key for row in rows for key in row["config"]}
-    same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
+    same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows if row["config"]}) == 1}
     return [{**row, "config": {key: value for key, value in row["config"].items() if key not in same}} for row in rows]
 
 

@@ -33,6 +33,8 @@ TOKEN_FILE = "admin.token"  # noqa: S105 - its name
 SESSION_KEY_FILE = "session.key"
 OWN_FILES = frozenset({TOKEN_FILE, SESSION_KEY_FILE})
 """Files in the daemon's folder, beside the database, that no run may read."""
+LOCK_FILE = "server.lock"
+"""In the daemon's folder: held while a daemon serves it."""
 RUNS = "runs"
 """Name of the folder, in the daemon's folder, with one folder per run."""
 RECORD_FILE = "served.json"
@@ -184,16 +186,19 @@ class Records:
         return path if path.exists() else path.with_name(SUBMITTED_FILE)
 
     def put_run(self, record: RunRecord, answers: tuple[str, Answered] | None = None) -> None:
-        """Store a run's record, here and in its folder, together with its idempotency key."""
+        """Store a run's record, here and in its folder (unless that is gone), together with its idempotency key."""
         folder = self.run_folder(record.id)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        if record.id not in self.runs:
+            folder.mkdir(mode=0o700, exist_ok=True)
         aside = folder / f"{RECORD_FILE}.partial"
-        aside.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+        if has_folder := folder.is_dir():
+            aside.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         with self._db:
             self._put("runs", "id", record.id, record)
             if answers is not None:
                 self._put("keys", "key", *answers)
-        aside.replace(folder / RECORD_FILE)  # behind the commit: a run that is found by it alone has lost its key
+        if has_folder:
+            aside.replace(folder / RECORD_FILE)  # behind the commit: a run that is found by it alone has lost its key
         self.runs[record.id] = record
 
     def put_token(self, record: TokenRecord) -> None:
@@ -236,6 +241,14 @@ class Records:
             except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # one row; who reads the others goes on behind it
                 found.append(ServerEvent(seq=seq, time_s=0.0, kind="damaged", text=f"row {seq} of {DATABASE}"))
         return found
+
+    def fault(self) -> str:
+        """Return why the database cannot be written; empty if it can."""
+        try:
+            self._db.execute("PRAGMA user_version = 1")  # the number has no meaning, but is written each time
+        except sqlite3.Error as error:
+            return f"the daemon cannot write its records: {error}"
+        return ""
 
     def close(self) -> None:
         """Close the database."""
@@ -329,9 +342,10 @@ class Guard:
         by_cookie = not scheme and (request.method == "GET" or bool(origin))
         who = self.by_cookie(request) if by_cookie else self.by_token(given if scheme.lower() == "bearer" else "")
         if who is None:
-            raise ForbiddenError(401, "a bearer token is needed; `asyncrl token add NAME ROLE` makes one")
+            wrong = "this is no token of the daemon: it is wrong, or was removed" if scheme else "a bearer token is needed"
+            raise ForbiddenError(401, f"{wrong}; an admin makes one by POST /v1/tokens")
         if ROLES.index(who.role) < ROLES.index(least):  # type: ignore[arg-type]
-            raise ForbiddenError(403, f"{who.name} is a {who.role}, and this needs at least a {least}")
+            raise ForbiddenError(403, f"{who.name} has the role {who.role}, and this needs at least the role {least}")
         return who
 
     def by_token(self, token: str) -> TokenRecord | None:

@@ -131,7 +131,7 @@ class Service:
             Route("GET", "/v1/session", OPEN, page.session, "Who is logged in on this page, and in which role."),
             Route("GET", "/v1/live", "viewer", page.live_runs, "The newest runs, whenever one has changed, as a stream."),
             Route("GET", "/healthz", OPEN, lambda _: {"ok": True}, "Whether the daemon's loop runs."),
-            Route("GET", "/readyz", OPEN, self.readyz, "Whether it accepts runs: earlier runs are found, the disk has room.",
+            Route("GET", "/readyz", OPEN, self.readyz, "Whether it accepts runs: earlier runs are found, it can write.",
                   statuses=(200, 503)),
             Route("GET", "/version", OPEN, lambda _: {"version": __version__, "api": 1}, "The daemon's version."),
             Route("GET", "/openapi.json", OPEN, self.openapi, "This interface, as OpenAPI 3.1."),
@@ -246,7 +246,7 @@ class Service:
 
     async def readyz(self, _: web.Request) -> web.StreamResponse:
         """Answer 200 if runs are accepted, else 503 with the reason."""
-        reason = self._refusal() if self.keeper.settled.is_set() else "runs of before are being looked at"
+        reason = self._refusal() or self.records.fault() if self.keeper.settled.is_set() else "runs of before are being looked at"
         return json_response({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     def openapi(self, _request: web.Request) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class Service:
     def list_runs(self, request: web.Request) -> dict[str, Any]:
         """Return records, newest first."""
         query = request.query
-        limit, before = int(query.get("limit", 100)), int(query.get("before", 1 << 62))
+        limit, before = number_of(request, "limit", 100), number_of(request, "before", 1 << 62)
         if not 1 <= limit <= MOST_LISTED:
             raise ForbiddenError(400, f"limit must be from 1 to {MOST_LISTED}, got {limit}")
         if (state := query.get("state")) is not None and state not in get_args(State):
@@ -442,15 +442,17 @@ class Service:
         judged = msgspec.msgpack.decode(await read_body(request, MOST_JUDGED_BYTES), type=Judged)
         return await self.keeper.judge(request.match_info["run"], judged)
 
-    async def resume(self, request: web.Request) -> object:
+    async def resume(self, request: web.Request) -> RunStatus:
         """Continue a paused run, or queue an ended run again."""
         run = request.match_info["run"]
         if self.records.runs[run].state != "ended":
-            return await self.order("resume", request)
+            resumed: RunStatus = await self.keeper.ask(run, "resume", request[WHO].name)
+            return resumed
         body = await read_body(request)
         goal = msgspec.json.decode(body, type=Resume).num_steps if body else 0
         self._takes_work()
-        return self.keeper.resume_ended(run, request[WHO].name, goal)
+        self.keeper.resume_ended(run, request[WHO].name, goal)
+        return self.status(request)
 
     def cancel(self, request: web.Request) -> RunRecord:
         """Cancel a queued run."""
@@ -475,7 +477,7 @@ class Service:
         """Make a token."""
         asked = msgspec.json.decode(await read_body(request), type=NewToken)
         token = new_token(self.records, asked.name, asked.role, self.clock)
-        self.keeper.tell("token", text=f"{asked.name} is a {asked.role}", who=request[WHO].name)
+        self.keeper.tell("token", text=f"{asked.name} has the role {asked.role}", who=request[WHO].name)
         return json_response({"name": asked.name, "role": asked.role, "token": token}, 201)
 
     async def remove_token(self, request: web.Request) -> dict[str, str]:

@@ -23,7 +23,7 @@ from asyncrl.config.live import changed
 from asyncrl.config.load import SHIPPED, empty_other_kinds, faults_beside, lay_over, leaves_of, read_toml, set_value, take_values
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.config.run import RayLaunch, RunConfig
-from asyncrl.control.tools.choices import start_faults, user_functions
+from asyncrl.control.tools.choices import examine, start_faults, user_functions
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.serve.machine import Machine, demand_of, misfits, num_gpus
 from asyncrl.serve.records import DATABASE, OWN_FILES, PRIVATE, RUNS, Demand, Role
@@ -129,7 +129,9 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
     faults += foreign + astray
     try:
         nowhere = {fault.field for fault in astray}
-        faults += [one for one in faults_in(config, start_faults(config, imports=not foreign)) if one.field not in nowhere]
+        # Only where all else is right: it reads the task's files and runs its code. The daemon's GPUs may not be the run's.
+        said = start_faults(config, imports=not foreign) if faults else examine(config, devices=False).faults
+        faults += [one for one in faults_in(config, said) if one.field not in nowhere]
     except (OSError, ValueError) as error:
         if not astray:
             faults.append(Fault("config", None, f"a path in it leads nowhere: {str(error)[:200]}"))

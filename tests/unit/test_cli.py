@@ -9,6 +9,7 @@ import pytest
 from asyncrl.cli import _exit_by, main
 from asyncrl.observe.steps import STEPS_FILE, StepReport
 from asyncrl.schema.status import ApiEndpoint, RunStatus
+from asyncrl.serve.daemon import own_records
 from tests.builders import write_rows
 
 
@@ -42,6 +43,28 @@ def test_a_run_that_has_done_more_steps_than_it_is_asked_for_says_how_many(tmp_p
     status, _, said = ended("resume", "--set", "num_steps=40")
     assert status == 2
     assert f"has done its 60 steps; `asyncrl resume {tmp_path} --set num_steps=120` trains more" in said
+
+
+def test_a_run_of_a_daemon_that_serves_is_resumed_by_the_daemon(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()
+    (folder / "served.json").touch()
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "resume", str(folder)])
+    with own_records(tmp_path), pytest.raises(SystemExit) as exit_:
+        main()
+    assert (exit_.value.code, "POST /v1/runs/one/resume continues it" in capsys.readouterr().err) == (2, True)
+
+
+def test_a_token_for_a_new_folder_says_so_and_one_of_no_role_makes_none(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "served"
+    for role, code, said in (("viewr", 2, "'viewr' is not one of"), ("viewer", 0, f"{folder} is new"), ("operator", 0, "")):
+        assert folder.exists() == (role == "operator")
+        monkeypatch.setattr(sys, "argv", ["asyncrl", "token", "add", role, role, "--folder", str(folder)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        err = capsys.readouterr().err
+        assert (exit_.value.code or 0, said in err, bool(err)) == (code, True, bool(said))
 
 
 def test_a_report_of_a_run_without_steps_says_that_there_is_nothing_to_draw(tmp_path, ended):

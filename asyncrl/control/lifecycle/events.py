@@ -93,7 +93,9 @@ class StepsDone(Value, frozen=True):
 
 
 class PauseRequested(Value, frozen=True):
-    """A user asked to pause."""
+    """A user or an alarm asks to pause."""
+
+    reason: str = ""
 
 
 class ResumeRequested(Value, frozen=True):

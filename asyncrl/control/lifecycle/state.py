@@ -228,9 +228,9 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                 self._advance("evaluating" if self.evaluate_last else "draining")
             case ev.EvaluationDone() if self.phase != "draining":
                 self._advance("draining" if self.goal_reached else "running")
-            case ev.PauseRequested() if self.phase != "paused":
+            case ev.PauseRequested(reason) if self.phase != "paused":
                 self._resume_to = self.phase
-                self._enter("paused")
+                self._enter("paused", reason)
             case ev.ResumeRequested() if self.phase == "paused":
                 self._enter(self._resume_to)
             case ev.DrainRequested(reason) if self.phase != "draining":
@@ -260,14 +260,13 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         else:
             self._enter(phase)
 
-    def _enter(self, phase: Phase) -> None:
-        self.phase = phase
+    def _enter(self, phase: Phase, reason: str = "") -> None:
+        self.phase, self.reason = phase, reason
         self._phase_since_s = self._now
         self._out.append(ev.EnterPhase(phase))
 
     def _end(self, *, ok: bool, reason: str) -> None:
-        self._enter("stopped" if ok else "failed")
-        self.reason = reason
+        self._enter("stopped" if ok else "failed", reason)
         for record in self.processes.values():
             if record.state == "restarting":
                 record.state = "gone"

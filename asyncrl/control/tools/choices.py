@@ -54,8 +54,8 @@ RUN_FILES = ("*.json", "*.jsonl", "*.toml", "*.partial", "*.png", "endpoint", "l
 TIMEOUT_S = 300.0
 MOST_PROMPTS = 2000
 """Maximum number of prompts whose length is checked."""
-IN_FULL = "in-full"
-"""Argument of the other process: check devices and prompts too."""
+PROMPTS, DEVICES = "prompts", "devices"
+"""Arguments of the other process: check these too."""
 NO_TOKENIZER = "has no tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -251,7 +251,7 @@ def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = Tr
         except ConfigError as error:
             faults += beside(faults, error)
     if imports and user_functions(config) and not has_own:
-        faults += _ask(config, in_full=False).faults
+        faults += _ask(config).faults
     return faults
 
 
@@ -295,16 +295,17 @@ def wrong_kinds(run_folder: Path) -> list[str]:
     return [f"{fault}: move it away" for fault in (*folders, *(f"{path} must be a file" for path in found if not path.is_file()))]
 
 
-def examine(config: RunConfig) -> Findings:
-    """Import functions, build the task, tokenise prompts and open devices; return the faults and figures."""
+def examine(config: RunConfig, *, devices: bool = True) -> Findings:
+    """Import functions, build the task, tokenise prompts and, unless told not to, open devices; return the faults and figures."""
     faults = start_faults(config, imports=False)
-    found = Findings() if has_own_environment(config.launch) else _ask(config, in_full=not faults)
+    asked = () if faults else (PROMPTS, DEVICES) if devices else (PROMPTS,)
+    found = Findings() if has_own_environment(config.launch) else _ask(config, *asked)
     return Findings(faults + found.faults, found.figures)
 
 
-def _ask(config: RunConfig, *, in_full: bool) -> Findings:
-    command = (sys.executable, "-P", "-m", "asyncrl.control.tools.choices", *([IN_FULL] if in_full else []))
-    what = ", ".join([f"{one.field} {one.path!r}" for one in user_functions(config)] + ["prompts"] * in_full)
+def _ask(config: RunConfig, *asked: str) -> Findings:
+    command = (sys.executable, "-P", "-m", "asyncrl.control.tools.choices", *asked)
+    what = ", ".join([*(f"{one.field} {one.path!r}" for one in user_functions(config)), *asked])
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as given:  # not a pipe: a process that an import starts
         given.write(msgspec.msgpack.encode(msgspec.to_builtins(config)))  # could hold it open
         given.seek(0)
@@ -334,14 +335,14 @@ def main() -> int:
             load_function(function.path, function.field, function.arguments)
         except ConfigError as error:
             findings.faults.append(" ".join(str(error).splitlines()))
-    if sys.argv[1:] == [IN_FULL] and not findings.faults:
+    if PROMPTS in sys.argv and not findings.faults:
         devices = {"generate.engine.device": getattr(config.generate.engine, "device", "cpu")}
         if config.learner.kind == "builtin":
             devices["learner.device"] = config.learner.device
         if config.needs_inference:
             devices["inference.device"] = config.inference.device
-        on_ray = isinstance(config.launch, RayLaunch)  # its processes may be on other machines
-        named = {field: device for field, device in devices.items() if device not in {"cpu", "auto"} and not on_ray}
+        here = DEVICES in sys.argv and not isinstance(config.launch, RayLaunch)  # its processes may be on other machines
+        named = {field: device for field, device in devices.items() if device not in {"cpu", "auto"} and here}
         torch: Any = importlib.import_module("torch") if named else None
         for field, device in named.items():
             try:

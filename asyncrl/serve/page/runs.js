@@ -21,7 +21,7 @@ export async function runs(me) {
   const queue = h("div");
   const button = h("button", { type: "button", onclick: () => { location.hash = `#/compare/${encodeURIComponent([...chosen].join(","))}`; } }, "Compare");
   const filter = h("input", { type: "search", "aria-label": "Only runs whose name, project, tags or state contain", placeholder: "Filter", oninput: () => draw() });
-  let records = [];
+  let records = [], total = 0;
   const settle = () => { button.disabled = chosen.size < 2; };
   const box = (record) => h("input", {
     type: "checkbox", "aria-label": `Compare ${record.id}`, checked: chosen.has(record.id),
@@ -32,7 +32,7 @@ export async function runs(me) {
     const found = records.filter((one) => [one.id, one.project, ...one.tags, one.state, one.outcome].join(" ").toLowerCase().includes(wanted));
     const columns = COLUMNS.filter(([, of]) => records.some((one) => of(one))); // a column in which nobody has anything is left out
     const ofStep = records.some((one) => one.newest) ? OF_STEP : [];
-    redraw(place, found.length ? table(`${found.length} of ${records.length} runs, newest first`,
+    redraw(place, found.length ? table(`${found.length} of ${total} runs, newest first${records.length < total ? ", without the oldest that have ended" : ""}`,
       ["", "Run", "State", "Step", "Of", ...ofStep.map(([head]) => head), "Accuracy before", "After", ...columns.map(([head]) => head)],
       found.map((one) => [box(one), linkTo(one.id), state(one), Math.max(one.version, 0), one.num_steps, ...ofStep.map(([, field]) => one.newest?.[field]),
         one.accuracy_before, one.accuracy_after, ...columns.map(([, of]) => of(one))]))
@@ -44,7 +44,7 @@ export async function runs(me) {
       waiting.map((one, i) => [i + 1, linkTo(one.id), one.priority, waits[i]]))] : []));
   }
   settle();
-  const stream = new Stream("/v1/live", { runs: (now) => { records = now; draw(); drawQueue().catch(() => {}); } }, async () => !(await ask("/v1/session")).name);
+  const stream = new Stream("/v1/live", { runs: (now) => { ({ runs: records, total } = now); draw(); drawQueue().catch(() => {}); } }, async () => !(await ask("/v1/session")).name);
   return { node: h("div", {}, h("h1", {}, "Runs"), h("div", { class: "bar" }, filter, button), me.read_only ? null : await machine(), queue, place), leave: () => stream.close() };
 }
 

@@ -244,7 +244,7 @@ async def test_queue_and_waits_are_what_the_daemon_knows_and_only_an_operator_ma
         for view in ("samples", "logs"):
             async with page.expect_console_message(lambda said: "403" in said.text):
                 await go(page, f"/run/busy/{view}")
-            await page.get_by_text("this needs at least a operator").wait_for()
+            await page.get_by_text("this needs at least the role operator").wait_for()
             await expect(page.locator("main table, main article, main pre")).to_have_count(0)
         paths = ("samples", "files/logs")
         assert page.troubles == [f"/v1/runs/busy/{path}: {FAILED}403 (Forbidden)" for path in paths]

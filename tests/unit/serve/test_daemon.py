@@ -124,9 +124,12 @@ async def test_over_tls_by_its_names_alone_and_ready_once_a_run_of_before_has_it
     ({"host": "runs.example"}, ConfigError, "takes an IP address"),
     ({"code_roots": (Path("/nowhere"),)}, ConfigError, "no folder"),
     ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, ConfigError, "cannot be used"),
-    ({}, LaunchError, "another daemon serves"), ({"folder": "other"}, LaunchError, "cannot listen"),
+    ({}, LaunchError, r"another daemon serves .*/served at http://127\.0\.0\.1:7717; its tokens"),
+    ({"folder": "other"}, LaunchError, "cannot listen"),
 ])  # fmt: skip
 async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(tmp_path, systemd, options, error, said):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / URL_FILE).write_text("http://127.0.0.1:7717")
     with own_records(tmp_path / "served"), socket.create_server(("127.0.0.1", 0)) as taken:
         given = {"port": taken.getsockname()[1], **options, "folder": tmp_path / options.get("folder", "served")}
         with pytest.raises(error, match=said):

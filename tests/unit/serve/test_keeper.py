@@ -273,6 +273,34 @@ async def test_a_run_that_somebody_else_starts_is_refused_to_a_user_who_resumes_
     assert "is being started by another process" in records.runs["r"].reason
 
 
+async def test_a_run_that_somebody_else_has_resumed_is_adopted_and_keeps_its_version_until_its_learner_is_ready(
+    records, controller, monkeypatch
+):
+    monkeypatch.setattr("asyncrl.serve.keeper.CONTROLLER_END_S", 0.1)
+    (controller.folder / "config.toml").write_text("num_steps = 9")
+    records.put_run(RunRecord(id="r", number=1, state="ended", outcome="stopped", num_steps=9, version=4, attempts=1))
+    controller.version, clock = -1, VirtualClock()
+    async with kept(records, clock) as keeper:
+        keeper.resume_ended("r", "me")
+        await until(lambda: clock.advance(0.5) or keeper.statuses)
+        told = records.runs["r"]
+        assert (told.state, told.outcome, told.attempts, told.version) == ("live", "", 1, 4)
+        controller.version = 3
+        await until(lambda: clock.advance(0.5) or records.runs["r"].version == 3)
+    assert controller.process.poll() is None
+
+
+async def test_a_run_whose_folder_is_gone_says_so_and_has_no_new_one(records, stand_in):
+    records.put_run(RunRecord(id="r", number=1, state="queued", num_steps=9))
+    shutil.rmtree(stand_in.folder)
+    async with kept(records, VirtualClock()) as keeper:
+        await until(lambda: records.runs["r"].state == "ended")
+        assert records.runs["r"].reason.startswith("the folder of r is gone (moved or deleted)")
+        with pytest.raises(RunError, match="the folder of r is gone"):
+            keeper.resume_ended("r", "me")
+    assert not stand_in.folder.exists()
+
+
 def test_a_fork_has_the_files_that_links_in_its_start_lead_to_and_none_begins_with_adapters(records, tmp_path):
     start, weights = tmp_path / "snapshot", tmp_path / "weights"
     start.mkdir()

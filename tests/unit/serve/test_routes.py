@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import sqlite3
 import tarfile
@@ -481,7 +482,58 @@ async def test_runs_are_listed_by_state_project_and_tag_and_page_by_page(service
     for query in ("limit=0", "limit=1001", "limit=x", "before=x", "state=no", "state="):
         answer = await client.get(f"/v1/runs?{query}", headers=bearer(tokens["viewer"]))
         assert answer.status == 400, query
-        assert "state" not in query or "state is one of queued, starting, live, ended, got" in (await answer.json())["error"]
+        said = {"state": "is one of queued, starting, live, ended, got"}.get(query.partition("=")[0], "must be")
+        assert f"{query.partition('=')[0]} {said}" in (await answer.json())["error"]
+
+
+async def test_the_page_lists_the_newest_runs_all_that_have_not_ended_and_the_number_of_all(service, client, tokens, monkeypatch):
+    monkeypatch.setattr("asyncrl.serve.pages.MOST_RUNS", 2)
+    for number, state in enumerate(("live", "ended", "ended", "ended"), 2):
+        service.records.put_run(RunRecord(id=f"r{number}", number=number, state=state))
+    service.draining = True
+    told = json.loads(await (await client.get("/v1/live", headers=bearer(tokens["viewer"]))).text())
+    assert ([run["id"] for run in told["runs"]], told["total"]) == (["r5", "r4", "r2"], 5)
+
+
+async def test_a_run_whose_folder_is_gone_is_compared_without_its_settings(service, client, tokens):
+    for name in ("a", "b", "gone"):
+        service.records.put_run(RunRecord(id=name, number=2, state="ended"))
+        config = resolve_config("quickstart", overrides={"name": name})
+        (service.records.run_folder(name) / "config.toml").write_text(dump_config(config))
+    shutil.rmtree(service.records.run_folder("gone"))
+    told = await (await client.get("/v1/compare?runs=a,b,gone", headers=bearer(tokens["viewer"]))).json()
+    assert [row["config"] for row in told["runs"]] == [{"name": "a"}, {"name": "b"}, {}]
+    assert (await client.get("/v1/runs/gone/alarms", headers=bearer(tokens["viewer"]))).status == 200
+
+
+async def test_a_daemon_that_cannot_write_its_records_is_not_ready(service, client):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        answer = await client.get("/readyz")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (answer.status, (await answer.json())["reason"]) == (503, "the daemon cannot write its records: disk I/O error")
+    assert (await client.get("/readyz")).status == 200
+
+
+async def test_a_program_resumes_and_forks_runs_and_is_told_of_a_wrong_token(service, client, tokens):
+    records, url = service.records, f"http://127.0.0.1:{client.port}"
+    records.put_run(RunRecord(id="r", number=1, state="ended", version=3, num_steps=3, reason=GOAL_REACHED))
+    (records.run_folder("r") / "config.toml").write_text(dump_config(resolve_config("quickstart")))
+    async with Server(url, token=tokens["submitter"]) as server:
+        with pytest.raises(RunError, match="has done its 3 steps; give num_steps"):
+            await server.resume("r")
+        resumed = await server.resume("r", num_steps=5)
+        assert (resumed.state, resumed.num_steps) == ("queued", 5)
+        records.put_run(RunRecord(id="r", number=1, state="ended", version=3, num_steps=5))
+        async with server.connect("r") as run:
+            assert (await run.resume()).phase == "queued"
+        with pytest.raises(RunError, match="r has no checkpoint 'x'"):
+            await server.fork("r", "f", checkpoint="x", project="p", tags=["t"], priority=2)
+    for token, said in (("wrong", "is no token of the daemon"), (" ", "is no token of the daemon")):
+        with pytest.raises(RunError, match=rf"^{url} refuses: this {said}: .* POST /v1/tokens"):
+            await Server(url, token=token).__aenter__()
 
 
 async def test_a_queued_run_has_its_rules_of_alarms_before_it_has_started(service, client, tokens):

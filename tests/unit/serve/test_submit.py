@@ -69,6 +69,16 @@ def test_the_folder_is_the_daemons_and_two_names_are_refused(tmp_path):
     assert resolve(Submission(set={"name": "a"}, name="a"), tmp_path, (), MACHINE)[0].name == "a"
 
 
+def test_what_is_wrong_with_the_prompts_is_said_and_no_device_is_opened(tmp_path):
+    assert "must be under 100" in faults_of(tmp_path, set={"task.digits": 1})["task.held_out"].allowed
+    (tmp_path / "data.jsonl").write_text('{"question": "1+1="}\n')
+    assert "'answer'" in str(
+        faults_of(tmp_path, set={"task": {"kind": "jsonl", "path": str(tmp_path / "data.jsonl"), "chat": False}})
+    )
+    fake = {"learner.fake_step_s": 0.0, "learner.device": "cuda", "generate.engine": {"kind": "fake"}}
+    assert resolve(Submission(set=fake), tmp_path, (), Machine(("GPU-a",), cores=2, memory_bytes=64 << 30))[1].gpus == 1
+
+
 def test_a_model_that_is_not_there_is_said_beside_what_the_machine_does_not_have(tmp_path):
     missing = {"model": {"kind": "pretrained", "path": "/nowhere"}, "learner.device": "cuda:1"}
     faults = faults_of(tmp_path, set=missing)  # its memory is not known, its GPUs are

@@ -40,6 +40,10 @@ def test_pause_and_resume_come_back_to_the_phase_that_was_left() -> None:
     told(ev.EvaluationDone())
     twice = [ev.PauseRequested()] * 2 + [ev.ResumeRequested()] * 2
     assert told(*twice) == [ev.EnterPhase("paused"), ev.EnterPhase("running")]
+    told(ev.PauseRequested("alarm off_policy.ess"))
+    assert told.life.reason == "alarm off_policy.ess"
+    told(ev.ResumeRequested())
+    assert told.life.reason == ""
 
 
 def test_back_off_doubles_with_each_death_in_the_window_and_is_bounded() -> None:

@@ -61,6 +61,7 @@ from asyncrl.reward.registry import Reward, judge_for
 from asyncrl.schema.samples import GroupsTaken, Progress, ScoreRequest
 from asyncrl.schema.status import ENDED, ExternalGroup, GroupGiven, GroupsAsked, Judged, Released, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.user_code import takes_batches
 
 CONTROLLER_LOG = Path("logs", "controller.log")
 LOCK_FILE = "ledger.sqlite.lock"
@@ -218,8 +219,8 @@ class RunClient:
         One program scores at a time: if it ends, scoring waits, `status` says so, and another program may take over.
 
         Args:
-            function: A plain or async function (prompt, text) -> reward; an async one scores several groups at once. A sample
-                for which it raises an error fails.
+            function: A plain or async function (prompt, text) -> reward; an async one scores many samples at once, each within
+                `reward.timeout_s`. A sample for which it raises an error fails.
 
         Raises:
             RunError: The run has reward functions of its own, another program scores already, or the run does not answer.
@@ -284,7 +285,10 @@ class RunClient:
         await self._call("POST", "trained", NoneType, {"step": step, "metrics": metrics or {}})
 
     async def announce_weights(self, available: WeightsAvailable, model_folder: str = "") -> None:
-        """Tell the generators about a version published by a `WeightPublisher` (`learner.kind = "external"`)."""
+        """Tell the generators about a version published by a `WeightPublisher` (`learner.kind = "external"`).
+
+        The first call after a start or a resume needs `model_folder`, the initial model's folder, unless `model.path` names it.
+        """
         if not isinstance(available, WeightsAvailable):
             raise ConfigError(f"announce_weights takes a WeightsAvailable, got {type(available).__name__}")
         await self._call("POST", "weights", NoneType, {"available": available, "model_folder": model_folder})
@@ -421,8 +425,9 @@ class Run(RunClient):
         self, config: ConfigLike | None = None, *, resume: str | Path | None = None, overrides: Overrides = (),
         detached: bool = False, environment: Mapping[str, str] | None = None, reward: Reward | None = None,
     ) -> None:  # fmt: skip
-        if reward is not None and not callable(reward):
-            raise ConfigError(f"reward must be a function of (prompt, text), got {reward!r}")
+        if reward is not None and (not callable(reward) or takes_batches(reward)):
+            batch = "one of (prompts, texts) is for reward functions of kind 'python'"
+            raise ConfigError(f"reward must be a function of (prompt, text), got {reward!r}; {batch}")
         resolved = given_config(config, resume, overrides)
         if reward is not None:
             resolved = resolve_config(resolved, {"reward.functions": [{"kind": "caller"}]})

@@ -28,8 +28,8 @@ from asyncrl.schema.status import GroupAsked, GroupGiven, GroupsAsked, Released
 
 log = logging.getLogger(__name__)
 
-PromptLike = str | Mapping[str, str] | Prompt
-"""A text, `{"prompt": ..., "answer": ...}`, or a Prompt."""
+PromptLike = str | Mapping[str, Any] | Prompt
+"""A text, `{"prompt": ..., "answer": ...}`, where any other keys are the prompt's `columns`, or a Prompt."""
 T = TypeVar("T")
 
 
@@ -259,4 +259,9 @@ def _as_prompt(given: PromptLike, name: str) -> Prompt:
         raise ConfigError(f"a prompt must be a text, a dict with `prompt`, or an asyncrl.Prompt; got {given!r}")
     if not isinstance(given.get("prompt"), str) or not isinstance(given.get("answer", ""), str):
         raise ConfigError(f"a prompt must have a text `prompt`, and may have a text `answer`; got {dict(given)!r}")
-    return Prompt(name, text=given["prompt"], answer=given.get("answer", ""))
+    columns = {key: value for key, value in given.items() if key not in {"prompt", "answer"}}
+    try:
+        reference = msgspec.json.encode(columns).decode() if columns else ""
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"a prompt's other values must be JSON: {error}; got {columns!r:.200}") from error
+    return Prompt(name, text=given["prompt"], answer=given.get("answer", ""), reference_json=reference)

@@ -655,7 +655,10 @@ class Session:
 def _ids_of(groups: Sequence[ScoredGroup]) -> tuple[int, ...]:
     if not isinstance(groups, Sequence) or not groups or not all(isinstance(group, ScoredGroup) for group in groups):
         raise ConfigError(f"groups must be a list of groups that this session gave, got {groups!r:.200}")
-    return tuple(sorted(group.group_id for group in groups))
+    group_ids = sorted(group.group_id for group in groups)
+    if twice := [first for first, second in itertools.pairwise(group_ids) if first == second]:
+        raise ConfigError(f"group {twice[0]} is in the list twice")
+    return tuple(group_ids)
 
 
 def _as_loss(function: Loss | LogprobLoss) -> Loss:

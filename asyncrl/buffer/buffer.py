@@ -331,10 +331,10 @@ class Buffer:
         with nothing changed, where a sample is invalid or there is no place for a group of that age.
         """
         size, screen, counts = len(samples), self.state.limits.screen, list[VersionCounts]()
-        for sample in samples:
+        for number, sample in enumerate(samples):
             checked = self.examine(Samples.of([sample]))[0]
             if isinstance(checked, str):
-                return Receipt((), (f"invalid sample from {submitter}: {checked}",))
+                return Receipt((), (f"sample {number} of the group is invalid: {checked}",))
             counts.append(checked)
         if reason := group_error(samples, screen, self.params.tokens_per_row):
             return Receipt((), (reason,))

@@ -186,6 +186,8 @@ def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
     """
     if isinstance(overrides, Mapping):
         return [(key, value, f"{key} = {value!r}") for key, value in overrides.items()]
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides must be a list or a dict, [{overrides!r}]; got a text")
     pairs = []
     for text in overrides:
         key, equals, value = text.partition("=")

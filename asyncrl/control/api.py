@@ -471,7 +471,8 @@ class RunApi:
         given = list[ScoreRequest]()
 
         def found() -> bool:
-            given.extend(scores.hand_out(said.caller, said.held, MOST_JUDGED - len(said.held)))
+            handed = scores.hand_out(said.caller, said.held, MOST_JUDGED - len(said.held))
+            given.extend(msgspec.structs.replace(one, timeout_s=run.config.reward.timeout_s) for one in handed)
             return bool(given) or run.ending.is_set()
 
         if said.wants:
@@ -501,7 +502,9 @@ class RunApi:
             return
         if odd := odd_value(made.available):
             raise RunError(f"these weights cannot be announced: {odd}")
-        if made.model_folder and not self._run.model_folder:
+        if not self._run.model_folder:
+            if not made.model_folder:
+                raise RunError("the generators have no model yet: give model_folder with the first version")
             self._run.know_model(made.model_folder)
             self._run.tell_model_folder()
         self._run.spread(made.available)

@@ -24,6 +24,7 @@ import itertools
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ log = logging.getLogger(__name__)
 
 Examples = Callable[[], Sequence[tuple[str, str]]]
 """Makes the task's worked examples, (prompt, completion) each; called only for a warm start."""
+_LOADING = threading.Lock()
+"""Held while a model is made or opened: transformers then replaces functions of its own classes, and torch's seed is global."""
 SHARD_BYTES = 4 << 30
 VERSIONS_FILE = "versions.jsonl"
 OPTIMIZER, CRITIC, CRITIC_OPTIMIZER = "optimizer.safetensors", "critic.safetensors", "critic_optimizer.safetensors"
@@ -266,19 +269,20 @@ def load_or_make(
     """
     resolve_functions(config.algorithm)
     folder, metrics = run_folder / "model", {}
-    if not (folder / "config.json").is_file():
-        metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
-    checkpoint = newest_checkpoint(run_folder / "checkpoints")
-    if checkpoint is not None:
-        rename_newer(checkpoint)
-    ranks = Ranks()
-    if launcher is not None:
-        ranks = launcher.join()
-        launcher.tell(Begin("" if checkpoint is None else str(checkpoint)))
-    train_state = build_train_state(config, folder, checkpoint, ranks)
-    saved = load_trainer(checkpoint, train_state) if checkpoint else TrainerState(version=0)
-    log.info("at version %d, from %s", saved.version, checkpoint or folder)
-    tokenizer = open_tokenizer(folder, trust_remote_code=config.trusts_code)
+    with _LOADING:
+        if not (folder / "config.json").is_file():
+            metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
+        checkpoint = newest_checkpoint(run_folder / "checkpoints")
+        if checkpoint is not None:
+            rename_newer(checkpoint)
+        ranks = Ranks()
+        if launcher is not None:
+            ranks = launcher.join()
+            launcher.tell(Begin("" if checkpoint is None else str(checkpoint)))
+        train_state = build_train_state(config, folder, checkpoint, ranks)
+        saved = load_trainer(checkpoint, train_state) if checkpoint else TrainerState(version=0)
+        log.info("at version %d, from %s", saved.version, checkpoint or folder)
+        tokenizer = open_tokenizer(folder, trust_remote_code=config.trusts_code)
     return InitialState(train_state, tokenizer, saved.version, folder, checkpoint, saved, metrics)
 
 

@@ -49,7 +49,7 @@ class Judgement(msgspec.Struct, frozen=True):
     """There is no reward, and the process ends, since it may still hold the memory."""
 
 
-MOST_SHOWN_CHARS = 1000
+MOST_SHOWN_CHARS = 200
 """Maximum number of characters of a text for a function's exception or result."""
 RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]
 """Judges one sample; sync or async. An exception makes the sample fail, with that reason."""

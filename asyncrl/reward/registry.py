@@ -242,7 +242,8 @@ async def _settled(value: Awaitable[object]) -> tuple[object, BaseException | No
 def _failure(name: str, error: BaseException) -> RewardError | MemoryError:
     """Return the error of a sample for its function's exception; out of memory (also in a task group) stays a MemoryError."""
     out_of_memory = next((each for each in leaves(error) if isinstance(each, MemoryError)), None)
-    return out_of_memory or RewardError(f"{name}: {type(error).__name__}: {shown(error)}")
+    kind = "" if isinstance(error, RewardError) else f"{type(error).__name__}: "
+    return out_of_memory or RewardError(f"{name}: {kind}{shown(error)}")
 
 
 def _checked(name: str, value: object) -> float:
@@ -296,7 +297,7 @@ def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
 
     async def one_of_several(sample: RewardInput) -> float:
         values = several([sample])
-        return _checked_batch("it", await values if inspect.isawaitable(values) else values, 1)[0]
+        return _checked_batch("a list of one", await values if inspect.isawaitable(values) else values, 1)[0]
 
     return NamedReward(name, config.weight, one_of_several, several)
 
@@ -367,26 +368,37 @@ Ask = Callable[[Judged], Awaitable[list[ScoreRequest]]]
 
 
 async def judge_for(ask: Ask, function: Reward) -> None:
-    """Judge the run's requests until `ask` raises; an async function judges several groups at once.
+    """Judge the run's requests until `ask` raises; an async function judges all their samples at once.
 
-    If the function raises, the sample gets a Score with the reason.
+    If the function raises, the sample gets a Score with the reason. An async function that runs past the limit scores 0.
     """
     caller, held, done = uuid.uuid4().hex, set[Member](), asyncio.Queue[Scores]()
 
+    async def score(request: ScoreRequest, index: int, text: str) -> Score:
+        limit = asyncio.timeout(request.timeout_s)
+        try:
+            given = function(request.prompt, text)
+            if inspect.isawaitable(given):
+                async with limit:
+                    given = await given
+            reward = as_number(given)
+        except (Exception, asyncio.CancelledError) as error:  # the boundary: whatever a user's function raises
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            if limit.expired():
+                late = f"the caller's reward ran past reward.timeout_s ({request.timeout_s:g} s)"
+                return Score(index, 0.0, {"caller": 0.0}, over_limit=late)
+            said = f"the caller's reward: {type(error).__name__}: {shown(error)}"
+            return Score(index, 0.0, error=said, error_kind=kind_of(error), trace=trace_of(error))
+        return Score(index, reward, {"caller": reward})
+
     async def judge(request: ScoreRequest) -> None:
-        scores = list[Score]()
-        for index, text in zip(request.indices, request.texts, strict=True):
-            try:
-                given = function(request.prompt, text)
-                reward = as_number(await given if inspect.isawaitable(given) else given)
-                scores.append(Score(index, reward, {"caller": reward}))
-            except (Exception, asyncio.CancelledError) as error:  # the boundary: whatever a user's function raises
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise
-                said = f"the caller's reward: {type(error).__name__}: {shown(error)}"
-                scores.append(Score(index, 0.0, error=said, error_kind=kind_of(error), trace=trace_of(error)))
-        done.put_nowait(Scores(request.group_id, request.attempt, tuple(scores), purpose=request.purpose))
+        async with asyncio.TaskGroup() as scoring:
+            members = zip(request.indices, request.texts, strict=True)
+            tasks = [scoring.create_task(score(request, *member), name="rewards") for member in members]
+        scores = tuple([task.result() for task in tasks])
+        done.put_nowait(Scores(request.group_id, request.attempt, scores, purpose=request.purpose))
 
     async def tell() -> None:
         while True:

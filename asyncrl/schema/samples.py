@@ -229,6 +229,8 @@ class ScoreRequest(Message, frozen=True, gc=False, tag="score_request"):
     lengths: tuple[int, ...]
     """Tokens of each."""
     purpose: Purpose = "train"
+    timeout_s: float | None = None
+    """The time limit of each, for a connected program; None: reward workers read the config."""
 
     @classmethod
     def of(cls, prompt: Prompt, samples: Sequence[Sample]) -> ScoreRequest:

@@ -10,6 +10,7 @@ are the prompt again, and the prompt field may then be missing.
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from asyncrl.schema.samples import ChatMessage, PreferenceAnswers, Prompt, deriv
 from asyncrl.tasks.task import TaskData, alphabet_of
 
 Messages = tuple[ChatMessage, ...]
+FORM = "a task file has one JSON object a line, as `Dataset.to_json` of `datasets` writes it"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
     except OSError as error:
         raise ConfigError(f"cannot read task file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"task file {path} is not UTF-8: {error}") from error
+        raise ConfigError(f"task file {path} is not UTF-8: {error}; {FORM}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -58,7 +61,7 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
             # Use the parser of `prompt.columns`: json.loads accepts NaN, 1e400 and half of a surrogate pair.
             fields = msgspec.json.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+            raise ConfigError(f"{path}:{number}: not JSON: {error}; {FORM}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}:{number}: a line must be a JSON object, got {type(fields).__name__}")
         yield JsonLine(number, f"{path}:{number}", line.strip(), fields)
@@ -144,6 +147,7 @@ def _read(path: Path, config: JsonlTask) -> list[tuple[Prompt, str]]:
     if config.answer_regex and pattern.groups < 1:
         raise ConfigError(f"task.answer_regex {config.answer_regex!r} needs a group, ( ), around the part that is the answer")
     problems: dict[str, tuple[Prompt, str]] = {}
+    doubtful = list[str]()
     for line in read_json_lines(path):
         question = text_of(line, config.prompt_field, "task.prompt_field")
         if not question.strip():
@@ -155,7 +159,12 @@ def _read(path: Path, config: JsonlTask) -> list[tuple[Prompt, str]]:
                 raise ConfigError(f"{line.where}: task.answer_regex {pattern.pattern!r} finds nothing in {solution[-80:]!r}")
             answer = match.group(1).strip()
         problem = Prompt(str(line.number), question, answer=answer, reference_json=line.text)
-        problems.setdefault(question, (problem, solution))
+        first, _ = problems.setdefault(question, (problem, solution))
+        if first.answer != answer:
+            doubtful.append(f"{first.prompt_id} and {line.number}")
+    if doubtful:
+        said = "%s: %d lines repeat a prompt with another answer and are left out (lines %s)"
+        log.warning(said, path, len(doubtful), ", ".join(doubtful[:3]))
     if not problems:
         raise ConfigError(f"task file {path} holds no problems")
     return list(problems.values())

@@ -128,7 +128,7 @@ def build_python(config: PythonTask, seed: int) -> TaskData:
     where = f"task.path {config.path!r}"
     try:
         task = function(seed)
-    except Exception as error:  # the boundary: whatever a user's function raises
+    except (Exception, SystemExit) as error:  # the boundary: whatever a user's function raises
         raise ConfigError(f"{where} raised {kind_of(error)}: {error}") from error
     if not isinstance(task, TaskData):
         raise ConfigError(f"{where} must return asyncrl.tasks.task.TaskData, got {type(task).__name__}")

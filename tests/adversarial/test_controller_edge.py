@@ -275,10 +275,18 @@ async def test_stop_tokens_go_with_every_group_and_one_beyond_the_vocabulary_end
 async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tmp_path):
     async with running(tmp_path, learner={"kind": "external"}) as world:
         with pytest.raises(RunError, match="there is no version 7: 0 steps were taken"):
-            RunApi(world.controller).announce_weights(ExternalWeights(weights(7)))
+            RunApi(world.controller).announce_weights(ExternalWeights(weights(7), "model"))
         odd = msgspec.structs.replace(weights(0), published_s=float("nan"))
         with pytest.raises(RunError, match="nan is no usable number"):
             RunApi(world.controller).announce_weights(ExternalWeights(odd))
+
+
+async def test_the_first_version_of_an_outside_learner_comes_with_its_model_s_folder(tmp_path):
+    async with running(tmp_path, learner={"kind": "external"}) as world:
+        with pytest.raises(RunError, match="give model_folder with the first version"):
+            RunApi(world.controller).announce_weights(ExternalWeights(weights(0)))
+        RunApi(world.controller).announce_weights(ExternalWeights(weights(0), "model"))
+        RunApi(world.controller).announce_weights(ExternalWeights(weights(0)))
 
 
 @pytest.mark.parametrize("is_writable", [True, False])

@@ -41,6 +41,15 @@ class DrivenRun:
         self.asked.ready(group_id, 0)
 
 
+async def test_other_keys_of_a_prompt_are_its_columns():
+    run = DrivenRun()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        reader = group.create_task(anext(GroupStream(run, [{"prompt": "1+1=", "unit": "m", "of": [1]}], 1, 0, 1, lambda: False)))
+        await until(lambda: run.asked.num_waiting)
+        assert run.asked.queue[0].prompt.columns == {"unit": "m", "of": [1]}
+        reader.cancel()
+
+
 async def test_readers_of_one_stream_get_each_group_once_and_are_told_when_it_is_closed():
     run = DrivenRun()
     stream = GroupStream(run, ["a", "b", "c"], 1, 0, 3, lambda: False)

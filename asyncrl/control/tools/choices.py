@@ -41,6 +41,7 @@ from asyncrl.models.memory import BYTES, Part, cache_rows, cache_tokens
 from asyncrl.models.number_format import ask_driver, hardware_format
 from asyncrl.reward.registry import build_rewards, check_prompts
 from asyncrl.schema.samples import Prompt
+from asyncrl.tasks.json_lines import FORM
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.task import TaskData
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
@@ -128,7 +129,7 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
     lines += [f"# {name:34} {value}" for name, value in figures.items()]
     lines += [f"# {choice}" for choice in said]
     doubts = doubts_about_algorithm(config.algorithm, config.generate.sampling, config.buffer.max_staleness)
-    lines += [f"# WARNING: {doubt}" for doubt in doubts]
+    lines += [f"# WARNING: {doubt}" for doubt in (*doubts, *found.doubts)]
     return "\n".join(lines), found.faults
 
 
@@ -212,6 +213,7 @@ class Findings(msgspec.Struct):
 
     faults: list[str] = []
     figures: dict[str, str] = {}
+    doubts: list[str] = []
 
 
 def user_functions(config: RunConfig) -> list[UserFunction]:
@@ -265,7 +267,11 @@ def _path_faults(config: RunConfig, *, resumed: bool) -> list[str]:
     """Return the files and folders that are missing or not writable; a resumed run has the model in its own folder."""
     files = {"path": config.task.path} if isinstance(config.task, JsonlTask | PreferencesTask) else {}
     files |= {"held_out_path": config.task.held_out_path} if isinstance(config.task, JsonlTask) else {}
-    faults = [f"task.{field}: there is no file {path}" for field, path in files.items() if path and not Path(path).is_file()]
+    faults = [
+        f"task.{field}: " + (f"{path} is a folder; {FORM}" if Path(path).is_dir() else f"there is no file {path}")
+        for field, path in files.items()
+        if path and not Path(path).is_file()
+    ]
     if isinstance(config.model, PretrainedModel) and not resumed:
         folder = Path(config.model.path)
         if not folder.is_dir():
@@ -300,7 +306,7 @@ def examine(config: RunConfig, *, devices: bool = True) -> Findings:
     faults = start_faults(config, imports=False)
     asked = () if faults else (PROMPTS, DEVICES) if devices else (PROMPTS,)
     found = Findings() if has_own_environment(config.launch) else _ask(config, *asked)
-    return Findings(faults + found.faults, found.figures)
+    return replace(found, faults=faults + found.faults)
 
 
 def _ask(config: RunConfig, *asked: str) -> Findings:
@@ -429,7 +435,8 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
     looked_at, over = f"of the first {len(first):,}", sum(length > room for length in lengths)
     findings.figures["tokens of the longest prompt"] = f"{max(lengths)}  ({looked_at}; there is room for {room})"
     if over:
-        findings.faults.append(
+        is_fault = over >= config.supervision.max_failed_share * len(first)
+        (findings.faults if is_fault else findings.doubts).append(
             f"{over} {looked_at} prompts are over {room} tokens (the longest has {max(lengths)}), the room that "
             "generate.engine.max_sequence_tokens leaves beside generate.sampling.max_new_tokens: they will fail; raise the "
             "first or lower the second"

@@ -311,6 +311,7 @@ async def test_a_loss_of_logprobs_has_the_gradients_of_the_named_one_and_weights
         ("must be a RunConfig, nested dicts, or the path", lambda: asyncrl.Session(5)),
         ("sync must be 'auto' or 'manual', got 'manuel'", lambda: asyncrl.Session("quickstart", sync="manuel")),
         (r"reward must be a function of \(prompt, text\), got 1.0", lambda: asyncrl.Session("quickstart", reward=1.0)),
+        (r"one of \(prompts, texts\) is for", lambda: asyncrl.Session("quickstart", reward=lambda prompts, texts: [0.0])),
         ("n must be a whole number and at least 1, got 0", lambda: asyncrl.Session("quickstart").stream([], n=0)),
         ("rewards must be a list for each group", lambda: asyncrl.group_norm([1.0, 2.0])),
         ("not open", lambda: asyncrl.Session("quickstart").stream(SUMS)),
@@ -337,6 +338,7 @@ PROMPT_MISTAKES = {
     r"prompts must be several, as a list: \[prompt\]; got \{": lambda session: session.generate(SUMS[0]),
     "a prompt must be a text, a dict with `prompt`, or an asyncrl.Prompt; got 5": lambda session: session.generate([5]),
     "generate takes a list": lambda session: session.generate(iter(SUMS[:1])),
+    "a prompt's other values must be JSON": lambda session: session.generate([{"prompt": "1+1=", "of": object()}]),
     "a prompt must have a text `prompt`": lambda session: session.generate([{"question": "1+1="}]),
     "n must be a whole number": lambda session: session.generate(SUMS[:1], n=1.5),
     "max_new_tokens must be at most .*, got 999": lambda session: session.generate(SUMS[:1], max_new_tokens=999),
@@ -408,6 +410,8 @@ async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixtur
             given.pop("groups", None)
             with pytest.raises(asyncrl.AsyncRLError, match=message):
                 await session.train_step(groups[which] if isinstance(which, (slice, int)) else which, **given)
+        with pytest.raises(asyncrl.ConfigError, match=f"group {groups[0].group_id} is in the list twice"):
+            await session.train_step([*groups, groups[0]])
         await session.release(groups)  # also those of a step that failed
         groups = await session.generate(SUMS[:4])
         with pytest.raises(AttributeError) as raised:

@@ -120,6 +120,7 @@ LONG = [make_sample(0, index, [3] * num) for index, num in enumerate((60, 61))]
 
 @pytest.mark.parametrize(("config", "samples", "reason"), [
     ({}, [], "1 or more samples"), ({}, [_sample(0, 0), _sample(0, 1, prompt_ids=ids_to_bytes([9]))], "of one prompt"),
+    ({}, [_sample(0, 0), _sample(0, 1, version=3)], "sample 1 of the group is invalid: "),
     ({}, [_sample(0, 0, version=3)], "only 0 to 0 were ever published"),
     (PAIRS_OF_64, LONG, "have 125 tokens with their prompts, and a preference pair shares a row of 64"),
     (REMAX, [_sample(0, 0), _sample(0, 1)], "member 2 of a group is its greedy baseline"),

@@ -102,6 +102,7 @@ def test_numbers_that_no_run_can_hold_and_devices_that_are_none_are_refused_by_n
     (["seed=1", "buffer.max_stalenes=1"], "--set buffer.max_stalenes=1: "),
     (["generate.engine.kind=trnsformers"], "--set generate.engine.kind=trnsformers: "),
     ({"buffer.max_staleness": -1}, "buffer.max_staleness = -1: "),
+    ("seed=3", "overrides must be a list or a dict, ['seed=3']; got a text"),
     (["name.first=1"], "--set name.first=1: name is not a table"),
     *(([given], f"--set takes a.b=value, got '{given}'") for given in ("novalue", "=3", "a..b=1")),
 ])  # fmt: skip

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ def standing_in(folder):
 
 def save(folder, initial):
     return save_checkpoint(folder / "checkpoints", initial.train_state, initial.tokenizer, TrainerState(initial.version), 2)
+
+
+def test_sessions_that_open_at_once_have_the_same_weights(tmp_path):
+    with ThreadPoolExecutor(4) as threads:
+        made = [each.train_state.model for each in threads.map(standing_in, [tmp_path / str(index) for index in range(16)])]
+    first = made[0].state_dict()
+    for model in made:
+        assert all(torch.equal(tensor, first[name]) for name, tensor in model.state_dict().items())
 
 
 def written(checkpoints, version, keep_last=2):

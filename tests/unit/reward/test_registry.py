@@ -99,6 +99,10 @@ def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path,
     rewards = build_rewards(kinds.RewardConfig(functions=(kinds.PythonReward(path="rewards_of_columns:score_batch"),)))
     items = [RewardInput(Prompt("p", reference_json=f'{{"city": "{city}"}}'), "Rome", "stop", 1) for city in ("Rome", "Oslo")]
     assert [total for total, _ in score(rewards, *items)] == [1.0, 0.0]
+    (tmp_path / "rewards_of_nothing.py").write_text("def score_batch(prompts, texts):\n    return []\n")
+    rewards = build_rewards(kinds.RewardConfig(functions=(kinds.PythonReward(path="rewards_of_nothing:score_batch"),)))
+    with pytest.raises(RewardError, match=r"^python: a list of one: returned 0 numbers for 1 samples$"):
+        score(rewards, SAMPLE)
 
 
 def test_program_time_must_fit_into_the_sample_time():
@@ -153,8 +157,39 @@ async def test_whatever_a_caller_s_function_raises_fails_its_sample_in_bounded_t
     assert ended.group_contains(EOFError)
     (answer,) = told
     *failed, scored = answer.scores
-    assert all(score.error and len(score.error) < 2000 for score in failed)
+    assert all(score.error and len(score.error) < 300 for score in failed)
     assert (scored.reward, scored.error) == (0.5, "")
+
+
+async def test_an_async_function_of_a_caller_scores_a_group_s_samples_at_once_and_0_past_the_time_limit():
+    told, running = [], set()
+
+    async def ask(judged):
+        told.extend(judged.answers)
+        if not judged.wants:
+            return []
+        if not judged.held:
+            return [ScoreRequest(1, 0, Prompt("p"), (0, 1, 2), ("a", "b", "c"), ("stop",) * 3, (1,) * 3, timeout_s=0.5)]
+        while not told:
+            await asyncio.sleep(0)
+        raise EOFError  # the run has ended
+
+    async def reward(_prompt, text):
+        running.add(text)
+        while len(running) < 3:
+            await asyncio.sleep(0)
+        if text == "c":
+            await asyncio.sleep(60)
+        if text == "b":
+            raise TimeoutError("its own")
+        return 0.5
+
+    with pytest.raises(ExceptionGroup):
+        await asyncio.wait_for(judge_for(ask, reward), 30)
+    right, failed, late = told[0].scores
+    assert (right.reward, right.error, right.over_limit) == (0.5, "", "")
+    assert ("its own" in failed.error, failed.over_limit) == (True, "")
+    assert (late.reward, late.error, late.over_limit) == (0.0, "", "the caller's reward ran past reward.timeout_s (0.5 s)")
 
 
 # -- answer_match ----------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,13 @@ def test_repeated_problems_are_one_and_splits_are_disjoint(tmp_path):
     assert not shots & (train | held_out)
 
 
+def test_a_prompt_that_is_repeated_with_another_answer_keeps_the_first_and_is_logged(tmp_path, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", [*problems(3), problems(1)[0] | {"answer": "1"}, problems(1)[0]])
+    task = build_task(JsonlTask(path=path, held_out=1), 0)
+    assert "a.jsonl: 1 lines repeat a prompt with another answer and are left out (lines 1 and 4)" in caplog.text
+    assert "1" not in [prompt.answer for prompt in (*task.train, *task.held_out)]
+
+
 def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(tmp_path):
     path, held_out_path = (tmp_path / f"{name}.jsonl" for name in "ab")
     parts = {"path": write_jsonl(path, problems(10)), "held_out_path": write_jsonl(held_out_path, problems(4, start=8))}
@@ -54,7 +61,7 @@ def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(t
 
 
 @pytest.mark.parametrize(("text", "fields", "message"), [
-    ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON"),
+    ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON.*; a task file has one JSON object a line"),
     ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
     ('{"question": " ", "answer": "b"}', {}, r"a.jsonl:1: field 'question' \(task.prompt_field\) is empty"),
     ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),

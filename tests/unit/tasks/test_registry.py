@@ -43,6 +43,9 @@ def lazy(seed):
 
 def raising(seed):
     return {}["colour"]
+
+def ends(seed):
+    raise SystemExit("bye")
 """
 
 
@@ -75,6 +78,7 @@ def test_prompts_of_a_users_function_are_as_other_processes_read_them(module):
     (PythonTask(path="my_colours:nothing"), "no prompts"),
     (PythonTask(path="my_colours:endless"), r"train must be a list or another sequence, got generator: write list\(...\)"),
     (PythonTask(path="my_colours:raising"), r"raised KeyError at my_colours.py:\d+: 'colour'"),
+    (PythonTask(path="my_colours:ends"), r"my_colours:ends' raised SystemExit at my_colours.py:\d+: bye"),
     (PythonTask(path="my_colours:answer"), r"my_colours:answer.*'c1'.*got `int` - at `\$.answer`"),
     (PythonTask(path="my_colours:columns"), r"'c1'.*at `\$.reference_json`"),
     (PythonTask(path="my_colours:role"), r"'c1'.*at `\$.messages\[0\].role`"),

@@ -116,6 +116,8 @@ async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_na
             pass
     assert not (tmp_path / "early").exists()
     assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.path", "task.held_out_path"]
+    (tmp_path / "train.jsonl").mkdir()
+    assert "train.jsonl is a folder; a task file has one JSON object a line" in start_faults(config)[0]
 
 
 def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():
@@ -132,6 +134,12 @@ def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
     generate = {"engine": {"kind": "transformers", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 16}}
     (fault,) = describe(parse_config({"task": task, "generate": generate}))[1]
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
+    write_jsonl(tmp_path / "d.jsonl", [*records[:9], *({"question": f"{number}", "answer": "2"} for number in range(21))])
+    said, faults = describe(
+        parse_config({"task": {**task, "held_out": 0}, "generate": generate, "eval": {"at_start": False, "at_end": False}})
+    )
+    assert faults == []
+    assert "# WARNING: 9 of the first 30 prompts are over 16 tokens" in said
 
 
 def test_a_dry_run_takes_no_fault_from_what_a_run_does_not_use(tmp_path):

@@ -537,6 +537,8 @@ def doctor(as_json: JsonOption = False) -> None:
             print(f"{'ok  ' if finding.ok else 'MISS'} {finding.name:24} {finding.detail}")
             if not finding.ok and finding.advice:
                 print(f"     {'':24} -> {finding.advice}")
+    if any(finding.required and not finding.ok for finding in findings):
+        raise typer.Exit(1)
 
 
 @model_app.command("import")

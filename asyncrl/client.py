@@ -25,8 +25,8 @@ import aiohttp
 import msgspec
 
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.config.algorithm_table import doubts_about_algorithm
-from asyncrl.config.live import ChangeResult
+from asyncrl.config.check import doubts_about
+from asyncrl.config.live import CONFIG_BEFORE, ChangeResult, undo_resume
 from asyncrl.config.load import ConfigLike, Overrides, dump_config, pairs_of, read_toml, resolve_config
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch.process_main import take_lease
@@ -434,8 +434,7 @@ class Run(RunClient):
         elif resolved.reward.is_caller and not detached:
             raise ConfigError("reward.functions says that the caller judges: give the function, as Run(config, reward=f)")
         self.config, self.choices = with_choices(resolved)
-        doubts = doubts_about_algorithm(resolved.algorithm, resolved.generate.sampling, resolved.buffer.max_staleness)
-        self.choices += [f"WARNING: {doubt}" for doubt in doubts]
+        self.choices += [f"WARNING: {doubt}" for doubt in doubts_about(resolved)]
         """A line for each `auto`, with its value on this machine, and for each setting that is probably a mistake."""
         self._reward = reward
         self._scoring: asyncio.Task[None] | None = None
@@ -447,8 +446,6 @@ class Run(RunClient):
             raise ConfigError(f"{named}: take another folder, or a UTF-8 locale (LC_ALL=C.UTF-8)") from error
         self._resumed, self._detached, self._environment = resume is not None, detached, environment or {}
         self._controller: ControllerProcess | None = None
-        self._config_before = ""
-        """The config file that a resume has replaced."""
 
     async def __aenter__(self) -> Self:
         if self._http is not None:
@@ -490,29 +487,23 @@ class Run(RunClient):
                     await self._open(endpoint.url, endpoint.token)
             except TimeoutError as error:
                 await self._controller.end(late=True)
-                self._restore_config()
+                undo_resume(self.run_folder)
                 late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
                 raise LaunchError(late) from error
             except BaseException:
                 await self._close()
                 await self._controller.end()
                 if not self._detached:  # a detached one goes on, with the new config
-                    self._restore_config()
+                    undo_resume(self.run_folder)
                 raise
             if endpoint is None:
                 await self._controller.end()
-                self._restore_config()
+                undo_resume(self.run_folder)
                 # A controller that ended itself has said why; one that was killed may well start the next time.
                 reason, end_of_log = _last_words(self.run_folder, said_before)
                 if not reason:
                     raise RunLostError(f"{end_of_log}the run could not start: its controller ended and gave no reason")
                 raise LaunchError(f"the run could not start: {reason}")
-
-    def _restore_config(self) -> None:
-        """Undo the change of the config: else the next resume would have the values of one that was refused."""
-        if self._config_before:
-            with contextlib.suppress(OSError):
-                write_whole(self.run_folder / "config.toml", self._config_before)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         async def stop() -> None:
@@ -597,6 +588,9 @@ class Run(RunClient):
             if was.model != self.config.model:
                 made = f"{self.run_folder / 'model'} is made, and a run keeps its model"
                 raise ConfigError(f"{made}: what [model] says cannot change; start another run (`--set name=...`)")
+            kl, new = was.algorithm.kl, self.config.algorithm.kl
+            if kl and new and kl.target and new.target and kl.coefficient != new.coefficient:
+                raise ConfigError("algorithm.kl.coefficient cannot change: algorithm.kl.target adapts it")
         elif config_file.exists() and not self._resumed:
             if _holds_samples(self.run_folder) or not (self.run_folder / "logs").is_dir():
                 instead = f"`asyncrl resume {self.run_folder}` goes on with it, `--set name=...` starts another"
@@ -609,7 +603,9 @@ class Run(RunClient):
             for name in ("model", RECORD_FOLDER, MEMORY_FOLDER, "revisions", "tensorboard", "wandb"):
                 shutil.rmtree(self.run_folder / name, ignore_errors=True)
         try:
-            self._config_before = config_file.read_text(encoding="utf-8") if self._resumed and config_file.exists() else ""
+            (self.run_folder / CONFIG_BEFORE).unlink(missing_ok=True)
+            if self._resumed and config_file.exists():
+                shutil.copyfile(config_file, self.run_folder / CONFIG_BEFORE)
             # A run whose config is cut short cannot be resumed.
             write_whole(config_file, "".join(f"# {choice}\n" for choice in self.choices) + dump_config(self.config))
             (self.run_folder / "logs").mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncrl.config.algorithm_table import algorithm_faults
+from asyncrl.config.algorithm_table import algorithm_faults, doubts_about_algorithm
 from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedStorageMedium
 from asyncrl.config.generate import (
     LOWEST_VLLM_TEMPERATURE,
@@ -78,6 +78,26 @@ def _fields_in(said: str, tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             names.append(name)
         if len(names) > 1 or (names and word.start() == 0 and not isinstance(value, dict)):
             yield ".".join(names), value
+
+
+def doubts_about(config: RunConfig) -> list[str]:
+    """Return settings that work but are probably a mistake, each with what to do."""
+    algorithm, learner, num_steps = config.algorithm, config.learner, config.num_steps
+    doubts = doubts_about_algorithm(algorithm, config.generate.sampling, config.buffer.max_staleness)
+    if learner.kind != "builtin":
+        return doubts
+    if algorithm.critic is not None and algorithm.critic.warmup_steps >= num_steps:
+        warmup = f"algorithm.critic.warmup_steps ({algorithm.critic.warmup_steps})"
+        doubts.append(f"{warmup} is not less than num_steps ({num_steps}): the policy is never trained; lower it")
+    if learner.minibatches > algorithm.groups_per_step:
+        groups = f"algorithm.groups_per_step ({algorithm.groups_per_step})"
+        doubts.append(
+            f"learner.minibatches ({learner.minibatches}) is over {groups}, and an update has at least one group; lower it"
+        )
+    if learner.warmup_steps > num_steps:
+        warmup = f"learner.warmup_steps ({learner.warmup_steps})"
+        doubts.append(f"{warmup} is over num_steps ({num_steps}): the learning rate never reaches its value; lower it")
+    return doubts
 
 
 def _run(config: RunConfig) -> Iterator[str]:

@@ -56,6 +56,8 @@ NOT_OF_THE_RUN = {
     "external": {*OF_STEPS, "generate.sampling.temperature"} - {"num_steps"},
 }
 """By kind of outside learner: fields that the learner reads from its own copy of the config, or that nothing reads."""
+CONFIG_BEFORE = "config.before.toml"
+"""The config before a resume, in the run's folder until the resumed run is running."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -152,6 +154,14 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
     new = resolve_config(raw, source="the change")
     pairs = [(field, value_at(config, field), value_at(new, field)) for field in values]
     return new, tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])
+
+
+def undo_resume(run_folder: Path) -> bool:
+    """Bring back the config before a resume that has failed before it was running; return whether there was one."""
+    with contextlib.suppress(OSError):
+        (run_folder / CONFIG_BEFORE).replace(run_folder / "config.toml")
+        return True
+    return False
 
 
 def write_revision(run_folder: Path, revision: int, config: RunConfig, what: str) -> None:

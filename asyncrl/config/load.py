@@ -49,8 +49,9 @@ def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[P
         path: The TOML file, or the name of a shipped config (`quickstart`).
         presets: TOML files applied one after the other: tables are merged, but a table with a
             `kind`, and every other value, is replaced (configs/algorithms/).
-        overrides: `a.b=value` each, with a TOML value (or else taken as a string); or a mapping of `a.b` to values. Another
-            `kind` replaces the whole table if there are several kinds of table for that place.
+        overrides: `a.b=value` each, with a TOML value (or else taken as a string); or a mapping of `a.b` to values. `none` or
+            `null` unsets what may be left out. Another `kind` replaces the whole table if there are several kinds of table for
+            that place.
 
     Returns:
         The checked config.
@@ -83,7 +84,10 @@ def resolve_config(config: ConfigLike, overrides: Overrides = (), source: str = 
     pairs = pairs_of(overrides)
     empty_other_kinds(raw, ((key, value) for key, value, _ in pairs))
     for key, value, given in pairs:
-        set_value(raw, key, value, given)
+        is_unset = value in ("none", "null") and any(
+            isinstance(kind, msgspec.inspect.NoneType) for kind in _kinds_at(names_of(key))
+        )
+        set_value(raw, key, None if is_unset else value, given)
     checked, wrong, gone = take_values(raw)
     said = []
     for fault in wrong:
@@ -218,7 +222,8 @@ def empty_other_kinds(raw: dict[str, Any], overrides: Iterable[tuple[str, Any]])
     for key, value in overrides:
         *place, last = names_of(key)
         with contextlib.suppress(KeyError, TypeError):  # there is no such table yet
-            if last == "kind" and value_in(raw, place)["kind"] != value and _has_kinds(place):
+            has_kinds = any(getattr(kind, "tag", None) is not None for kind in _kinds_at(place))  # structs, told apart by it
+            if last == "kind" and value_in(raw, place)["kind"] != value and has_kinds:
                 value_in(raw, place).clear()
 
 
@@ -351,14 +356,14 @@ def _members(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:
     return kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
 
 
-def _has_kinds(place: Sequence[str]) -> bool:
-    """Return whether the table at this place is one of several structs, told apart by `kind`."""
+def _kinds_at(place: Sequence[str]) -> Sequence[msgspec.inspect.Type]:
+    """Return what may be at this place: all alternatives of its type."""
     members = _members(msgspec.inspect.type_info(RunConfig))
     for name in place:
         structs = (member for member in members if isinstance(member, msgspec.inspect.StructType))
         fields = (field.type for struct in structs for field in struct.fields if field.encode_name == name)
         members = [member for kind in fields for member in _members(kind)]
-    return any(isinstance(member, msgspec.inspect.StructType) and member.tag is not None for member in members)
+    return members
 
 
 def _known(steps: Sequence[str | int], raw: Any, *, is_field: bool) -> list[str]:  # noqa: ANN401 - plain nested TOML values

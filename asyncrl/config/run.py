@@ -309,7 +309,8 @@ class OwnerConfig(_Stage, frozen=True):
 
 
 AlarmRule = Literal[
-    "weights.mismatch", "weights.lag", "weights.wrong", "weights.blocked", "gradient.spike", "learning_rate.high",
+    "weights.mismatch", "weights.lag", "weights.wrong", "weights.blocked", "gradient.spike",
+    "gradient.overflow", "learning_rate.high",
     "off_policy.ess", "off_policy.lost", "off_policy.dropped", "off_policy.ratio", "off_policy.drift", "kl.reference",
     "reward.equal", "reward.dead", "reward.collapse", "reward.hollow", "entropy.collapse", "entropy.grows",
     "length.truncated", "length.grows", "groups.lost", "bias", "generation.slow", "generation.starved", "generation.uneven",
@@ -329,7 +330,7 @@ class ObserveConfig(_Stage, frozen=True):
     """Draw reward.png and timeline.png at the end; `asyncrl report` draws them at any time."""
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
-    """Action for each alarm rule (docs/observability.md): off, only warn, or also pause or stop the run. Not set: `warn`."""
+    """Action for each alarm rule (docs/observability.md): off, warn, or also pause the run or drain it (stop). Unset: warn."""
     record: Literal["off", "decisions", "batches", "all"] = "off"
     """Keep in RUN/record what `asyncrl replay` needs. `decisions`: every event on which the controller's decisions depend;
     `batches`: also every step's batch; `all`: also the samples that no step trained."""

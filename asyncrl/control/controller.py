@@ -30,6 +30,7 @@ from typing import Any
 from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer, TakenStep
 from asyncrl.clock import Clock
+from asyncrl.config.live import CONFIG_BEFORE, undo_resume
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
@@ -556,9 +557,9 @@ class Controller:
             self._start_evaluation(done.version)
 
     def _act_on(self, alarm: Alarm) -> None:
-        """Pause or stop the run where the config (observe.alarms) says so for this alarm."""
+        """Pause or drain the run where the config (observe.alarms) says so for this alarm."""
         reason = f"alarm {alarm.rule}: {alarm.text}"
-        acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(reason), "stop": ev.StopRequested(reason)}
+        acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(reason), "stop": ev.DrainRequested(reason)}
         event = acts.get(self.config.observe.alarms.get(alarm.rule, "warn"))  # type: ignore[call-overload]
         if event is not None and not self.lifecycle.refusal(event):
             log.warning("because of alarm %s: %s", alarm.rule, type(event).__name__)
@@ -740,6 +741,8 @@ class Controller:
             if peer.num_slots and order is not None:
                 peer.tell(order)
         if phase == "running":
+            with contextlib.suppress(OSError):
+                (self.run_folder / CONFIG_BEFORE).unlink()
             self.reach_goal()
         elif phase == "evaluating":
             self._start_evaluation(self.feeder.version)
@@ -747,7 +750,9 @@ class Controller:
             # An outside learner's step stays taken, for a resume; a learner that was never ready has nothing to save.
             self.post(ev.Drained())
 
-    def _on_end(self, _: bool, reason: str) -> None:
+    def _on_end(self, ok: bool, reason: str) -> None:
+        if not ok and undo_resume(self.run_folder):
+            log.warning("config.toml is the one before this resume again")
         self.checkpoints.fail(f"the run ended: {reason}")
         self.ending.set()
         if self.dispatcher.asked is not None:

@@ -25,8 +25,8 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.config.algorithm import PythonCorrection
-from asyncrl.config.algorithm_table import doubts_about_algorithm
 from asyncrl.config.broadcast import FilesMedium
+from asyncrl.config.check import doubts_about
 from asyncrl.config.generate import ReplayEngineConfig, TransformersEngineConfig, gpu_of
 from asyncrl.config.learner import PretrainedModel, ScratchModel
 from asyncrl.config.load import dump_config, parse_config
@@ -128,8 +128,7 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
         found.faults += beside(found.faults, error)
     lines += [f"# {name:34} {value}" for name, value in figures.items()]
     lines += [f"# {choice}" for choice in said]
-    doubts = doubts_about_algorithm(config.algorithm, config.generate.sampling, config.buffer.max_staleness)
-    lines += [f"# WARNING: {doubt}" for doubt in (*doubts, *found.doubts)]
+    lines += [f"# WARNING: {doubt}" for doubt in (*doubts_about(config), *found.doubts)]
     return "\n".join(lines), found.faults
 
 
@@ -371,26 +370,29 @@ def _look_at_rewards(config: RunConfig, _: Findings) -> None:
 
 
 def _look_at_model(config: RunConfig, findings: Findings) -> None:
-    """Look for what a pretrained model lacks for this config; only its config and the headers of its weights are read."""
+    """Look for what a model lacks for this config; of a pretrained one, only config and headers of the weights are read."""
     model, engine, lora = config.model, config.generate.engine, config.learner.lora
     trains_here = config.learner.kind == "builtin" and config.learner.fake_step_s is None
-    if not isinstance(model, PretrainedModel) or config.learner.fake_step_s is not None:
+    if config.learner.fake_step_s is not None or (lora is None and not isinstance(model, PretrainedModel)):
         return
     transformers, causal = importlib.import_module("transformers"), importlib.import_module("asyncrl.models.causal")
-    if trains_here:
-        causal.refuse_adapters(Path(model.path))
-        memory.stored_elements(model.path, "model.path")
-    try:
-        described = transformers.AutoConfig.from_pretrained(
-            model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
-        )
-        positions = causal.most_positions(described)
-    except Exception as error:  # the boundary: a model's own code raises what it likes
-        raise ConfigError(f"model.path: {model.path} cannot be opened: {first_line(error)}") from error
+    if isinstance(model, PretrainedModel):
+        if trains_here:
+            causal.refuse_adapters(Path(model.path))
+            memory.stored_elements(model.path, "model.path")
+        try:
+            described = transformers.AutoConfig.from_pretrained(
+                model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
+            )
+            positions = causal.most_positions(described)
+        except Exception as error:  # the boundary: a model's own code raises what it likes
+            raise ConfigError(f"model.path: {model.path} cannot be opened: {first_line(error)}") from error
+    else:
+        described, positions = transformers.LlamaConfig(), 0
     if lora is not None and trains_here:
         made = None
         with contextlib.suppress(Exception), importlib.import_module("torch").device("meta"):  # some models need their weights
-            made = transformers.AutoModelForCausalLM.from_config(described, trust_remote_code=model.trust_remote_code)
+            made = transformers.AutoModelForCausalLM.from_config(described, trust_remote_code=config.trusts_code)
         if made is not None:
             importlib.import_module("asyncrl.models.adapters").add_adapters(made, lora, config.seed)
     if isinstance(engine, TransformersEngineConfig) and 0 < positions < engine.max_sequence_tokens:

@@ -392,12 +392,13 @@ def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None =
                 raise LearnerError(
                     f"{checkpoint} has no {ADAPTER_FILE}: it was written without learner.lora; remove it, or start a new run"
                 )
-            alpha, own = json.loads((checkpoint / "adapter_config.json").read_bytes())["lora_alpha"], config.learner.lora.alpha
-            if alpha != own:
-                raise LearnerError(
-                    f"{checkpoint} was written with learner.lora.alpha = {alpha:g}, the config has {own:g}: "
-                    "use the config of the run's start"
-                )
+            was, own = json.loads((checkpoint / "adapter_config.json").read_bytes()), config.learner.lora
+            for name, before, now in (("alpha", was["lora_alpha"], own.alpha), ("rank", was["r"], own.rank)):
+                if before != now:
+                    raise LearnerError(
+                        f"{checkpoint} was written with learner.lora.{name} = {before:g}, the config has {now:g}: "
+                        "use the config of the run's start"
+                    )
             saved = load_file(path)
             wanted = {_peft_name(name): parameter for name, parameter in publishable_tensors(model).items()}
             if {name: one.shape for name, one in saved.items()} != {name: one.shape for name, one in wanted.items()}:

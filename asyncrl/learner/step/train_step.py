@@ -197,7 +197,7 @@ class OpenStep:
         told: dict[str, float] = {}
         if plan.trains_policy:
             told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}
-            told["policy/relative_update"] = state.optimizer.relative_update
+            told["policy/relative_update"] = state.optimizer.relative_update if is_finite else 0.0
         if plan.learner.dtype == "float16":
             told["policy/skipped_updates"] = float(not is_finite)
         if state.critic is not None:
@@ -232,6 +232,7 @@ class OpenStep:
             metrics["policy/learning_rate"] = updates[-1]["policy/learning_rate"]
         if plan.learner.dtype == "float16":
             metrics["policy/skipped_updates"] *= len(updates)
+            metrics["policy/updates"] -= metrics["policy/skipped_updates"]
         if plan.algorithm.kl is not None:
             metrics["kl/coefficient"] = plan.kl_coefficient
         if plan.choice is not None:

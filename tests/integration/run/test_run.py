@@ -151,6 +151,10 @@ async def test_a_run_that_stands_still_goes_on_writing_its_seconds_and_what_its_
     config = (run.run_folder / "config.toml").read_text()
     with pytest.raises(asyncrl.AsyncRLError, match="resume with the same"):
         await asyncrl.Run(resume=run.run_folder, overrides={"algorithm.groups_per_step": 5}).__aenter__()
+    late = {"supervision.start_timeout_s": 0.01, "supervision.heartbeat_s": 0.05, "supervision.max_deaths": 0}
+    with pytest.raises(asyncrl.RunError, match="sent no heartbeat"):
+        async with asyncrl.Run(resume=run.run_folder, overrides=late) as refused:
+            await refused.wait()
     assert (run.run_folder / "config.toml").read_text() == config
     async with asyncrl.Run(tiny(**settings), resume=run.run_folder) as again:
         status = await again.drain()

@@ -12,8 +12,9 @@ import pytest
 
 from asyncrl import configs
 from asyncrl.algorithms.auto import applied
-from asyncrl.config.algorithm import AlgorithmConfig, MaskedGeometric, MaskedToken, TruncatedSequence, Veto
+from asyncrl.config.algorithm import AlgorithmConfig, KLConfig, MaskedGeometric, MaskedToken, TruncatedSequence, Veto
 from asyncrl.config.algorithm_table import doubts_about_algorithm
+from asyncrl.config.check import doubts_about
 from asyncrl.config.generate import GenerateConfig, SamplingConfig
 from asyncrl.config.load import dump_config, load_config, parse_config, resolve_config
 from asyncrl.config.run import RunConfig
@@ -127,6 +128,15 @@ def test_overrides_go_over_every_form_of_config_and_one_built_in_python_is_check
         resolve_config(RunConfig(num_steps=0))
 
 
+@pytest.mark.parametrize("nothing", ["none", "null"])
+def test_what_may_be_left_out_is_unset_by_none(nothing):
+    set_before = {"learner": {"lora": {"rank": 4}}, "algorithm": {"kind": "policy", "kl": {"target": 0.1}}}
+    config = resolve_config(set_before, [f"learner.lora={nothing}", f"algorithm.kl.target={nothing}", f"name={nothing}"])
+    assert (config.learner.lora, config.algorithm.kl, config.name) == (None, KLConfig(), nothing)
+    with pytest.raises(ConfigError, match=f"--set learner={nothing}: "):
+        resolve_config(set_before, [f"learner={nothing}"])
+
+
 KIND_CHANGES = [
     ({"generate": {"engine": {"kind": "transformers", "num_threads": 2}}}, "generate.engine", "fake", {"num_slots": 3}),
     ({"broadcast": {"medium": {"kind": "files", "folder": "weights"}}}, "broadcast.medium", "auto", {}),
@@ -226,6 +236,18 @@ def test_a_bound_that_the_loss_does_not_read_is_warned_of(set_to, is_read):
     (field,) = set_to.keys() - {"loss", "kind"}
     doubts = doubts_about_algorithm(AlgorithmConfig(**{"kind": "policy", **set_to}))
     assert [f"algorithm.{field} = {set_to[field]} is not read" in doubt for doubt in doubts] == [True] * (not is_read)
+
+
+@pytest.mark.parametrize(("table", "field", "least"), [
+    ({"algorithm": {"advantage": "gae", "critic": {"warmup_steps": 19}}}, "algorithm.critic.warmup_steps", 20),
+    ({"learner": {"minibatches": 8}}, "learner.minibatches", 9), ({"learner": {"warmup_steps": 20}}, "learner.warmup_steps", 21),
+])  # fmt: skip
+def test_settings_that_train_nothing_or_less_than_was_asked_are_warned_of(table, field, least):
+    config = resolve_config({"num_steps": 20, **table}, {"algorithm.groups_per_step": 8})
+    assert doubts_about(config) == []
+    (doubt,) = doubts_about(resolve_config(config, {field: least}))
+    assert f"{field} ({least})" in doubt
+    assert doubts_about(resolve_config(config, {field: least, "learner.kind": "external"})) == []
 
 
 def test_the_kind_of_algorithm_that_is_left_out_is_policy_where_one_of_its_parts_is_named():

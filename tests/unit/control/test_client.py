@@ -12,6 +12,8 @@ import pytest
 
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.client import Run, connect
+from asyncrl.config.algorithm import KLConfig
+from asyncrl.config.live import undo_resume
 from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
 from asyncrl.control.lifecycle.events import DrainRequested, StopRequested
@@ -159,9 +161,9 @@ def test_a_run_whose_ledger_is_in_memory_is_not_resumed_from_a_checkpoint_and_sa
         Run(resume=folder, overrides=in_memory)._prepared_folder().__enter__()
 
 
-def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path, config):
+def test_the_model_and_an_adapted_coefficient_cannot_change_as_a_run_is_resumed(tmp_path, config):
     folder = tmp_path / "r"
-    other = {"model.hidden_size": 64}
+    other = {"model.hidden_size": 64, "algorithm.kl.target": 0.1}
     with Run(resume=folder, overrides=other)._prepared_folder():
         pass  # nothing was made yet
     (folder / "model").mkdir()
@@ -170,6 +172,13 @@ def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path, config):
         Run(config, resume=folder)._prepared_folder().__enter__()
     with Run(resume=folder, overrides={"num_steps": 7})._prepared_folder():
         assert load_config(folder / "config.toml").model.hidden_size == 64
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.target adapts it"):
+        Run(resume=folder, overrides={"algorithm.kl.coefficient": 0.5})._prepared_folder().__enter__()
+    fixed = {"algorithm.kl.coefficient": 0.5, "algorithm.kl.target": None}
+    with Run(resume=folder, overrides=fixed)._prepared_folder():
+        assert load_config(folder / "config.toml").algorithm.kl == KLConfig(coefficient=0.5)
+    assert undo_resume(folder)
+    assert load_config(folder / "config.toml").algorithm.kl == KLConfig(target=0.1)
 
 
 async def test_a_run_whose_controller_was_killed_is_lost_and_what_to_do_is_the_last_line(tmp_path, config):

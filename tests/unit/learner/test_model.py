@@ -314,9 +314,13 @@ def test_a_checkpoint_is_taken_up_with_its_own_alpha_alone_and_is_no_start_of_an
     save_adapters(policy, checkpoint)
     open_tokenizer(base).save_pretrained(checkpoint)
     assert kit.same(open_policy(config, base, checkpoint).parameters(), policy.parameters())
-    other = msgspec.structs.replace(config.learner, lora=LoRAConfig(rank=4, alpha=8.0))
-    with pytest.raises(LearnerError, match=r"alpha = 32, the config has 8: use the config"):
-        open_policy(msgspec.structs.replace(config, learner=other), base, checkpoint)
+    for lora, said in (
+        (LoRAConfig(rank=4, alpha=8.0), "alpha = 32, the config has 8"),
+        (LoRAConfig(rank=2), "rank = 4, .* has 2"),
+    ):
+        other = msgspec.structs.replace(config.learner, lora=lora)
+        with pytest.raises(LearnerError, match=f"{said}: use the config"):
+            open_policy(msgspec.structs.replace(config, learner=other), base, checkpoint)
     start = msgspec.structs.replace(config, model=PretrainedModel(path=str(checkpoint)))
     with pytest.raises(ConfigError, match="step-2 holds LoRA adapters: merge them"):
         load_or_make(start, tmp_path / "other", list, "")

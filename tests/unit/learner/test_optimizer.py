@@ -106,13 +106,18 @@ def test_an_overflow_halves_the_scale_it_happened_under_once(kit, kind, overflow
     now = [parameter for module in (train_state.model, train_state.critic) for parameter in module.parameters()]
     before = [parameter.detach().clone() for parameter in now]
     skipped = train_step(train_state, kit.batch(kit.samples(), 40), config)
-    assert skipped.metrics["policy/skipped_updates"] == 1
+    assert (skipped.metrics["policy/skipped_updates"], skipped.metrics["policy/updates"]) == (1, 0)
     assert tuple(math.log2(optimizer.scale.value) for optimizer in parts.values()) == after
     assert kit.same(before, now)
     for optimizer in parts.values():
         optimizer.scale.value = 2.0**10
     made = train_step(train_state, kit.batch(kit.samples(), 40, step=1), config)
-    assert made.metrics["policy/skipped_updates"] == 0
+    assert (made.metrics["policy/skipped_updates"], made.metrics["policy/updates"]) == (0, 1)
+    assert made.metrics["policy/relative_update"] > 0
+    for optimizer in parts.values():
+        optimizer.scale.value = 2.0**60
+    again = train_step(train_state, kit.batch(kit.samples(), 40, step=2), config)
+    assert (again.metrics["policy/updates"], again.metrics["policy/relative_update"]) == (0, 0)
     assert not any(torch.equal(old, new) for old, new in zip(before[:1] + before[-1:], now[:1] + now[-1:], strict=True))
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE, QUICKSTART = ROOT / "docs" / "observability.md", ROOT / "tests" / "golden" / "numbers" / "quickstart_steps.jsonl.gz"
 HEALTHY = {
     "mismatch/kl_k3": 1e-4, "weights/sync_ms": 20.0, "time/step_s": 0.2, "policy/grad_norm": 1.0,
-    "policy/relative_update": 0.01, "policy/kept_fraction": 1.0, "ratio/ess": 0.95, "ratio/mean": 1.0,
+    "policy/updates": 1.0, "policy/relative_update": 0.01, "policy/kept_fraction": 1.0, "ratio/ess": 0.95, "ratio/mean": 1.0,
     "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
     "weights/probe_error": 1e-5, "weights/blocked_ms": 2.0, "kl/k1": 0.01, "ratio/chi2_token": 0.05, "ratio/correction_std": 0.1,
@@ -89,7 +89,8 @@ BY_METRICS = {
     "off_policy.drift": {"kl/k1": -0.2}, "off_policy.ess": {"ratio/ess": 0.2}, "off_policy.lost": {"ratio/ess": 0.05},
     "off_policy.dropped": {"policy/kept_fraction": 0.01},
     "off_policy.ratio": {"ratio/mean": 3.0}, "kl.reference": {"kl/reference_mean": 4.0},
-    "gradient.spike": {"policy/grad_norm": 50.0}, "learning_rate.high": {"policy/relative_update": 0.2},
+    "gradient.spike": {"policy/grad_norm": 50.0}, "gradient.overflow": {"policy/updates": 0.0},
+    "learning_rate.high": {"policy/relative_update": 0.2},
     "entropy.collapse": {"reward": 0.4, "policy/entropy": 0.01}, "entropy.grows": {"reward": 0.4, "policy/entropy": 1.5},
     "length.grows": {"data/response_tokens_mean": 9.0}, "length.truncated": {"data/truncated_fraction": 0.5},
     "score.slow": {"time/score_mean_s": 0.2, "idle/learner": 0.3}, "generation.slow": {"idle/learner": 0.7},

@@ -168,6 +168,7 @@ def test_a_dry_run_names_what_a_pretrained_model_lacks_for_the_config(tmp_path):
         assert re.search(fault, said), said
     lora = {"learner": {"lora": {"target_modules": ["query"]}}}
     assert re.search(r"target_modules \['query'\]", "\n".join(describe(parse_config({**config, **lora}))[1]))
+    assert re.search(r"target_modules \['query'\]", "\n".join(describe(parse_config(lora))[1]))  # of a scratch model
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors is cut off" in "\n".join(describe(parse_config(config))[1])

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
-from asyncrl.control.tools.doctor import judge_packages
+from asyncrl.control.tools import doctor
+from asyncrl.control.tools.doctor import Finding, judge_packages
 from asyncrl.reward.sandbox import bubblewrap
 
 REFUSED = "bwrap: No permissions to create new namespace"
@@ -33,7 +34,7 @@ def test_a_bubblewrap_that_fails_is_one_line_that_says_why_and_what_comes_after_
     monkeypatch.setenv("PATH", str(stubs))
     monkeypatch.setattr(sys, "executable", "/bin/false")  # torch and vLLM, asked in processes of their own, are not the question
     said = CliRunner().invoke(app, ["doctor"])
-    assert said.exit_code == 0, said.output
+    assert said.exit_code == 1, said.output  # torch is missing
     lines = said.output.splitlines()
     (line,) = [number for number, text in enumerate(lines) if text.startswith("MISS sandbox")]
     reached = mode == 0o755 or os.geteuid() != 0
@@ -42,6 +43,15 @@ def test_a_bubblewrap_that_fails_is_one_line_that_says_why_and_what_comes_after_
     after = [text.split()[1] for text in lines[line + 2 :] if text.startswith(("ok  ", "MISS"))]
     assert after[0] == "mps"
     assert {"torch", "msgspec"} <= set(after)
+
+
+def test_the_doctor_ends_with_1_where_something_required_is_missing(monkeypatch):
+    for found, status in (
+        (Finding("open files", ok=False, detail="64"), 1),
+        (Finding("mps", ok=False, detail="", required=False), 0),
+    ):
+        monkeypatch.setattr(doctor, "diagnose", lambda found=found: [found])
+        assert CliRunner().invoke(app, ["doctor"]).exit_code == status
 
 
 def test_packages_are_judged_against_what_the_metadata_asks_for():

@@ -379,5 +379,7 @@ def main() -> None:
     sys.exit(code)
 
 
+if __name__ == "__mp_main__":  # a process that multiprocessing spawned from one of ours: vLLM's engine core, or its worker
+    process.follow_parent()
 if __name__ == "__main__":
     main()

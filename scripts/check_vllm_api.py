@@ -85,6 +85,7 @@ USES: dict[str, dict[str, str]] = {
     "vllm/config/vllm.py": {"set_current_vllm_config": "vllm_config", "VllmConfig.cache_config": ""},
     "vllm/config/cache.py": {"CacheConfig.num_gpu_blocks": "", "CacheConfig.block_size": ""},
     "vllm/config/model.py": {
+        "ModelConfig.dtype": "",
         "ModelConfig.max_model_len": "",
         "ModelConfig.head_dtype": "",
         "'processed_logprobs'": "",
@@ -111,6 +112,7 @@ USES: dict[str, dict[str, str]] = {
     },
     "vllm/model_executor/layers/vocab_parallel_embedding.py": {
         "ParallelLMHead.quant_method": "",
+        "VocabParallelEmbedding.num_org_embeddings_per_partition": "",
         "UnquantizedEmbeddingMethod.process_weights_after_loading": "layer",
     },
     "vllm/model_executor/layers/linear.py": {"UnquantizedLinearMethod": ""},

@@ -116,9 +116,11 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield f"packing.tokens_per_row ({row}) must be at least generate.engine.max_sequence_tokens ({longest})"
     if isinstance(model, ScratchModel) and model.hidden_size % model.num_heads:
         yield f"model.hidden_size ({model.hidden_size}) must be a multiple of model.num_heads ({model.num_heads})"
-    is_bounded = isinstance(engine, TransformersEngineConfig) or engine.replays
+    is_bounded = isinstance(engine, TransformersEngineConfig | VLLMEngineConfig) or engine.replays
     if isinstance(model, ScratchModel) and is_bounded and longest > model.max_positions:
         yield f"generate.engine.max_sequence_tokens ({longest}) must be at most model.max_positions ({model.max_positions})"
+    if isinstance(engine, VLLMEngineConfig) and engine.sleep and engine.device == "cpu":
+        yield "generate.engine.sleep needs a GPU and generate.engine.device is 'cpu': set it to false"
     evaluates = evaluation.at_start or evaluation.at_end or evaluation.every_steps
     if evaluates and (config.generate.num_workers == 0 or engine.replays):
         yield f"no generator of this run has a model that can generate evaluation samples: {NO_EVALUATION}"

@@ -23,9 +23,11 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,8 @@ log = logging.getLogger("asyncrl")
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
 PARENT_GONE_EXIT_CODE = 113
+ORPHAN_S = 1.0
+"""Time for a process without its parent to end by itself, and to remove its files, before it is killed."""
 PID_FILE = "controller.pid"
 """File in the folder of a detached run."""
 FORK_SERVER = "fork-server"
@@ -97,6 +101,23 @@ def watch_parent(on_gone: Callable[[], object] | None = None) -> threading.Threa
     thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
     thread.start()
     return thread
+
+
+def follow_parent() -> None:
+    """Start a daemon thread that kills this process, just spawned, once its parent has ended, if the system can tell."""
+    if os.getpgid(os.getppid()) != os.getpgid(0):  # it has ended already, and its children have got another parent
+        os._exit(PARENT_GONE_EXIT_CODE)
+    try:
+        parent = os.pidfd_open(os.getppid())  # a handle never refers to another process
+    except (AttributeError, OSError):  # not Linux, or a sandbox that has none
+        return
+
+    def follow() -> None:
+        select.select([parent], [], [])
+        time.sleep(ORPHAN_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="parent-watch", daemon=True).start()
 
 
 def ignore_interrupts() -> None:

@@ -45,6 +45,8 @@ from asyncrl.residency.plan import GIB, WORKERS_REFERENCE, check_phases
 from asyncrl.schema.control import Phase
 from asyncrl.weights.media.base import NUM_SLOTS
 
+VLLM_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's KV cache on a CPU (generate/vllm/launch.py); on a GPU usually fewer."""
 JUDGING_CHUNK_TOKENS = 1024
 """Number of tokens whose logits exist at once in a reference on an inference worker (inference/models.py)."""
 CHARACTER_VOCABULARY = 64
@@ -317,6 +319,28 @@ def check_phase_room(config: RunConfig) -> None:
         judges = named | {"activations of a batch": judging_forward_bytes(config)}
         sums.append(("inference", stays | {name: size * config.inference.num_workers for name, size in judges.items()}))
     check_phases(sums, budget_bytes)
+
+
+def check_engine_cache(config: RunConfig) -> None:
+    """Refuse a KV cache of vLLM without room for one sequence.
+
+    Only for a scratch model: a pretrained one may keep less than its shape says (windows, latent attention).
+
+    Raises:
+        ConfigError: It is too small; the message has the size that is needed.
+    """
+    engine, model = config.generate.engine, config.model
+    if not isinstance(engine, VLLMEngineConfig) or not isinstance(model, ScratchModel) or not engine.kv_cache_gib:
+        return
+    held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
+    blocks = 1 + ceil(min(engine.max_sequence_tokens + 1, model.max_positions) / VLLM_BLOCK_TOKENS)  # vLLM holds one back
+    tokens = blocks * VLLM_BLOCK_TOKENS
+    needed = policy_shape(model).cached_values * tokens * held / engine.tensor_parallel
+    if engine.kv_cache_gib * GIB < needed:
+        raise ConfigError(
+            f"generate.engine.kv_cache_gib ({engine.kv_cache_gib:g}) has no room for one sequence of "
+            f"generate.engine.max_sequence_tokens ({engine.max_sequence_tokens}): set at least {ceil(needed / GIB * 1e6) / 1e6:g}"
+        )
 
 
 def least_parts(config: RunConfig) -> tuple[Part, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from msgspec.structs import replace
 from asyncrl.config.algorithm import PythonCorrection
 from asyncrl.config.broadcast import FilesMedium
 from asyncrl.config.check import doubts_about
-from asyncrl.config.generate import ReplayEngineConfig, TransformersEngineConfig, gpu_of
+from asyncrl.config.generate import ReplayEngineConfig, TransformersEngineConfig, VLLMEngineConfig, gpu_of
 from asyncrl.config.learner import PretrainedModel, ScratchModel
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import with_chosen_medium, with_launch_choices
@@ -246,7 +247,7 @@ def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = Tr
     if has_turns and is_bare and config.learner.kind != "driven":  # else the caller gives prompts
         instead = "set model.kind = 'pretrained'" + (", or task.chat = false" if hasattr(config.task, "chat") else "")
         faults.append(f"model.kind 'scratch' has no chat template, and the prompts of this task are chat turns: {instead}")
-    for check in (memory.check_phase_room, *(() if has_own else (memory.check_shares,))):
+    for check in (memory.check_engine_cache, memory.check_phase_room, *(() if has_own else (memory.check_shares,))):
         try:
             check(config)
         except ConfigError as error:
@@ -354,7 +355,7 @@ def main() -> int:
                 torch.empty(1, device=device)
             except Exception as error:  # noqa: BLE001 - the boundary: torch raises what it likes
                 findings.faults.append(f"{field} {device!r} cannot be used here: {first_line(error)}")
-        for look in (_look_at_rewards, _look_at_model, _look_at_prompts):
+        for look in (_look_at_rewards, _look_at_model, _look_at_vllm, _look_at_prompts):
             try:
                 look(config, findings)
             except AsyncRLError as error:
@@ -402,6 +403,23 @@ def _look_at_model(config: RunConfig, findings: Findings) -> None:
         )
 
 
+def _look_at_vllm(config: RunConfig, _: Findings) -> None:
+    """Check what vLLM refuses before it starts, and what this machine's vLLM lacks; with Ray another machine's may run."""
+    engine, model = config.generate.engine, config.model
+    if not isinstance(engine, VLLMEngineConfig):
+        return
+    vllm = importlib.import_module("asyncrl.generate.vllm.launch")
+    if isinstance(model, PretrainedModel):
+        checkpoint = importlib.import_module("asyncrl.generate.vllm.checkpoint")
+        folder = checkpoint.read_folder(Path(model.path), trust_remote_code=model.trust_remote_code)
+        vllm.engine_arguments(engine, folder, on_cpu=False)
+        head_size = folder.head_size
+    else:
+        head_size = memory.policy_shape(model).head_size
+    if importlib.util.find_spec("vllm") is not None and not isinstance(config.launch, RayLaunch):
+        vllm.check_settings(engine, head_size)
+
+
 def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
     task = build_task(config.task, config.seed)
     findings.figures["training prompts"] = f"{len(task.train):,}"
@@ -422,7 +440,12 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
         codec = TokenizerCodec(Path(config.model.path), trust_remote_code=config.model.trust_remote_code)
         encoded = [codec.encode(prompt) for prompt in first]
         lengths, highest = [len(ids) for ids in encoded], max(map(max, filter(len, encoded)), default=0)
-        if (size := memory.number_of_model(config.model.path, "vocab_size")) and highest >= size:
+        size = memory.number_of_model(config.model.path, "vocab_size")
+        if size and (stop := max(config.generate.sampling.stop_token_ids, default=0)) >= size:
+            findings.faults.append(
+                f"generate.sampling.stop_token_ids must be under {size}, the size of the model's vocabulary: {stop}"
+            )
+        if size and highest >= size:
             findings.faults.append(
                 f"model.path: its tokenizer gives the token id {highest}, and the model's vocabulary has {size} tokens: the "
                 "tokenizer is of another model"

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncrl.config.generate import LOWEST_VLLM_TEMPERATURE
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, Piece, RequestRules, TokenChunk, TokenStream, check_awake
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from asyncrl.generate.vllm.embedded import EmbeddedVLLM
     from asyncrl.generate.vllm.server import VLLMServer
 
-LOWEST_TEMPERATURE = 0.01
-"""vLLM raises any lower temperature to this, except 0."""
 _REASONS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
 
 
@@ -139,10 +138,10 @@ class VLLMEngine:
         self._check_alive()
         self._rules.check(request, self._running)
         request_id = request.request_id
-        if 0 < request.sampling.temperature < LOWEST_TEMPERATURE:
+        if 0 < request.sampling.temperature < LOWEST_VLLM_TEMPERATURE:
             raise GenerationError(
                 f"request {request_id}: temperature {request.sampling.temperature} is not 0 (greedy) and below "
-                f"{LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
+                f"{LOWEST_VLLM_TEMPERATURE}, the lowest that vLLM samples at"
             )
         stream = TokenStream(lambda: self.abort(request_id), news)
         running = self._running[request_id] = _Running(request, stream)

@@ -134,10 +134,8 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
     """Return the arguments of vLLM's AsyncEngineArgs.
 
     Raises:
-        EngineConfigError: `generate.engine` has values that are not possible.
+        EngineConfigError: The model has too few positions.
     """
-    if refused := sorted(_OURS & config.arguments.keys()):
-        raise EngineConfigError(f"generate.engine.arguments may not set {', '.join(refused)}: the engine depends on them")
     limit = config.max_sequence_tokens
     if folder.max_positions and limit > folder.max_positions:
         raise EngineConfigError(
@@ -214,30 +212,50 @@ def launch(
         EngineConfigError: This vLLM cannot run the model with these settings.
         GenerationError: vLLM did not start; all its processes have ended.
     """
-    with _environment(_QUIET):
-        on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())
-    if config.device != "auto" and on_cpu != (config.device == "cpu"):
-        raise EngineConfigError(
-            f"generate.engine.device is {config.device!r}, but the installed vLLM runs on {'a CPU' if on_cpu else 'a GPU'}; "
-            "see docs/vllm.md for the build that fits, or set device = 'auto'"
-        )
+    on_cpu = check_settings(config, folder.head_size)
     arguments = engine_arguments(config, folder, on_cpu=on_cpu, fp32_head=fp32_head)
     with _environment(environment(config, sockets, on_cpu=on_cpu, present=os.environ)):
-        if on_cpu:  # with another head size vLLM's process would end at the first request
-            attention = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
-            allowed = attention.get_supported_head_sizes()
-            if folder.head_size and folder.head_size not in allowed:
-                raise EngineConfigError(
-                    f"vLLM on a CPU cannot run attention heads of size {folder.head_size}; it takes "
-                    f"{', '.join(map(str, allowed))}: choose another hidden_size / num_heads, or "
-                    "generate.engine.kind = 'transformers'"
-                )
         try:
             made = import_module("vllm.engine.arg_utils").AsyncEngineArgs(**arguments)
             return import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(made, stat_loggers=[watch])
         except Exception as error:
-            end(processes_of(sockets))
+            shut_down(None, processes_of(sockets))
+            if isinstance(error, ValueError):  # of its config; an error of its processes arrives as RuntimeError
+                said = " ".join(str(error).split())
+                raise EngineConfigError(f"vLLM refuses generate.engine, or its arguments: {said}") from error
             raise GenerationError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+
+def check_settings(config: VLLMEngineConfig, head_size: int) -> bool:
+    """Refuse what the installed vLLM cannot do with any model of this head size (0: unknown); return whether it is for a CPU.
+
+    Raises:
+        EngineConfigError: `generate.engine` has values that are not possible.
+    """
+    if refused := sorted(_OURS & config.arguments.keys()):
+        raise EngineConfigError(f"generate.engine.arguments may not set {', '.join(refused)}: the engine depends on them")
+    with _environment(_QUIET):
+        on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())
+        if config.device != "auto" and on_cpu != (config.device == "cpu"):
+            raise EngineConfigError(
+                f"generate.engine.device is {config.device!r}, but the installed vLLM runs on {'a CPU' if on_cpu else 'a GPU'}; "
+                "see docs/vllm.md for the build that fits, or set device = 'auto'"
+            )
+        if on_cpu and config.sleep:
+            raise EngineConfigError("generate.engine.sleep needs a GPU, and the installed vLLM runs on a CPU: set it to false")
+        if on_cpu and head_size:  # with another head size vLLM's process would end at the first request
+            attention = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+            allowed = attention.get_supported_head_sizes()
+            if head_size not in allowed:
+                raise EngineConfigError(
+                    f"vLLM on a CPU cannot run attention heads of size {head_size}; it takes "
+                    f"{', '.join(map(str, allowed))}: choose another hidden_size / num_heads, or "
+                    "generate.engine.kind = 'transformers'"
+                )
+        known = import_module("vllm.engine.arg_utils").AsyncEngineArgs.__dataclass_fields__
+    if unknown := sorted(config.arguments.keys() - known.keys()):
+        raise EngineConfigError(f"generate.engine.arguments: vLLM's AsyncEngineArgs has no {', '.join(unknown)}")
+    return on_cpu
 
 
 def processes_of(sockets: Path) -> set[psutil.Process]:
@@ -252,30 +270,27 @@ def processes_of(sockets: Path) -> set[psutil.Process]:
 
 
 def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
-    """End an AsyncLLM and wait for its processes; slow, run it on a thread."""
+    """End an AsyncLLM (None: it did not start) and its processes; slow, run it on a thread."""
     shared: set[Path] = set()  # between engine cores and workers; killed processes leave it behind
     for process in processes:
         with contextlib.suppress(OSError):
             shared |= {Path(path) for path in _SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text())}
-    if llm.output_handler is not None:  # otherwise it would log the core's end as a crash
-        llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
+    grace_s = 0.0 if llm is None or llm.errored else _GRACE_S  # workers without their engine core end late
     try:
-        llm.shutdown(timeout=_STOP_S)
+        if llm is not None:
+            if llm.output_handler is not None:  # otherwise it would log the core's end as a crash
+                llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
+            llm.shutdown(timeout=_STOP_S)
     finally:
-        end(processes)
+        for process in psutil.wait_procs(list(processes), timeout=grace_s)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(list(processes), timeout=_GRACE_S)
         for memory in shared:
             if memory.exists():
                 memory.unlink(missing_ok=True)
                 if memory.name.startswith("psm_"):
                     resource_tracker.unregister(f"/{memory.name}", "shared_memory")
-
-
-def end(processes: set[psutil.Process]) -> None:
-    """Wait a short time for processes, then kill the remaining ones."""
-    for process in psutil.wait_procs(list(processes), timeout=_GRACE_S)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(list(processes), timeout=_GRACE_S)
 
 
 def import_vllm() -> None:

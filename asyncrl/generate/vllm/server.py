@@ -13,6 +13,7 @@ versions may differ. Imports no vllm.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import shlex
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from asyncrl.generate.engine import EngineRequest, Piece, RequestRules
 from asyncrl.generate.vllm.checkpoint import ModelFolder
 from asyncrl.generate.vllm.launch import EXTENSION, parse_version, sampling_arguments
 from asyncrl.generate.vllm.load_request import LoadReply, LoadRequest
+
+log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 2.0
 """Interval between two reads of the server's gauges."""
@@ -180,6 +183,12 @@ class VLLMServer:
                 f"the server at {self._url} has {num_replicas} data-parallel replicas, and only the first says whether it took "
                 "new weights: start one server a replica, without --data-parallel-size, and name them all in generate.engine.url"
             )
+        dtype = str(said.get("model_config", {}).get("dtype", folder.dtype)).removeprefix("torch.")
+        if folder.dtype not in {dtype, "auto"}:
+            log.warning(
+                "the server at %s computes in %s and the model's folder is %s, so its logprobs differ from the learner's: start "
+                "it with --dtype %s", self._url, dtype, folder.dtype, folder.dtype,
+            )  # fmt: skip
         most = int(said.get("scheduler_config", {}).get("max_num_seqs", 0))
         self.num_slots = min(config.num_slots, max(1, most - 2)) if most else config.num_slots  # as engine_arguments has it
         self._started_s, _, _, self.block_tokens = read_gauges(await self._ask("GET", "/metrics"))
@@ -284,8 +293,9 @@ class VLLMServer:
         if fault:
             raise EngineConfigError(
                 f"the server at {self._url} {fault}. Start it so, where asyncrl is installed: VLLM_SERVER_DEV_MODE=1 "
-                f"vllm serve {shlex.quote(str(folder.path))} --enable-scale-out --logprobs-mode processed_logprobs "
-                f"--worker-extension-cls {EXTENSION}"
+                f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(folder.path))} --dtype {folder.dtype} "
+                f"--enable-scale-out --logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION} (on a CPU also with "
+                "TORCHDYNAMO_DISABLE=1 and --enforce-eager)"
             )
         if limit is not None and limit > folder.rope_positions > 0:
             raise EngineConfigError(

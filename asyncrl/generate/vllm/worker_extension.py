@@ -156,6 +156,8 @@ def _load_layerwise(worker: Theirs, model: Theirs, named: NamedTensors, device: 
         missed = set()
         for name, layer in model.named_modules():
             info = info_of(layer)
+            if not getattr(layer, "num_org_embeddings_per_partition", 1):
+                continue  # a rank's part of a small vocabulary may be padding only
             waiting = {own for own, parameter in layer.named_parameters(recurse=False) if parameter.is_meta and info.can_load()}
             own = {f"{name}.{parameter}" for parameter in waiting}
             missed |= own - (loaded or own) if info.load_numel else own

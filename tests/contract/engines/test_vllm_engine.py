@@ -6,16 +6,17 @@ import signal
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, PreTrainedConfig, PreTrainedModel
 
-from asyncrl.errors import BroadcastError, EngineDied, GenerationError
+from asyncrl.errors import BroadcastError, EngineConfigError, EngineDied, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.launch import installed_version
-from asyncrl.generate.vllm.worker_extension import is_plainly_loaded
+from asyncrl.generate.vllm.worker_extension import _load_layerwise, is_plainly_loaded
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.weights.tensors import MappedTensors
 from tests.contract.engine_cases import (
@@ -107,6 +108,46 @@ async def test_only_a_model_whose_weights_are_used_as_they_are_loaded_is_loaded_
     del model.linear.process_weights_after_loading
     model.linear.quant_method = object()  # another one: quantised, or of a mixture
     assert not is_plainly_loaded(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports is
+async def test_a_rank_whose_part_of_the_vocabulary_is_padding_only_misses_nothing(monkeypatch) -> None:
+    place, config = "vllm.model_executor.layers.vocab_parallel_embedding", import_module("vllm.config")
+    vocabulary, reload = import_module(place), import_module("vllm.model_executor.model_loader.reload")
+    monkeypatch.setattr(vocabulary, "get_tensor_model_parallel_world_size", lambda: 2)
+    model = torch.nn.Module()
+    with config.set_current_vllm_config(config.VllmConfig()):
+        for rank in (0, 1):
+            monkeypatch.setattr(vocabulary, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            model.add_module(f"rank{rank}", vocabulary.VocabParallelEmbedding(14, 8, params_dtype=torch.float32))
+        reload.record_metadata_for_reloading(model)
+
+        def load_weights(named):
+            for name, tensor in named:
+                parameter = model.get_parameter(name)
+                parameter.weight_loader(parameter, tensor)
+
+        model.load_weights = load_weights
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=None))
+        new = torch.arange(14.0 * 8).view(14, 8)
+        for given, missed in ((("rank0", "rank1"), set()), (("rank1",), {"rank0.weight"})):
+            named = iter([(f"{name}.weight", new) for name in given])
+            assert _load_layerwise(worker, model, named, torch.device("cpu"))[1] == missed
+    assert torch.equal(model.rank0.weight[:14], new)
+
+
+async def test_settings_that_vllm_refuses_are_fatal(model_folder: Path) -> None:
+    for settings, said in (
+        (
+            {"arguments": {"max_num_batched_tokens": 8}},
+            r"vLLM refuses generate.engine, or its arguments: .*max_num_batched_tokens",
+        ),
+        ({"arguments": {"nonsense": 1}}, "arguments: vLLM's AsyncEngineArgs has no nonsense"),
+        *([] if torch.cuda.is_available() else [({"sleep": True}, "sleep needs a GPU")]),
+    ):
+        with pytest.raises(EngineConfigError, match=said):
+            async with vllm_engine(model_folder, **settings):
+                pass
 
 
 async def test_prompts_that_are_more_than_a_step_takes_all_complete(engine, model_folder):

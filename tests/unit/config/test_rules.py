@@ -78,6 +78,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"packing__tokens_per_row": 16}, "tokens_per_row"),
     ({"model": {"kind": "scratch", "hidden_size": 30, "num_heads": 4}}, "multiple of"),
     ({"model": {"kind": "scratch", "max_positions": 8}}, "max_positions"),
+    ({"model": {"kind": "scratch", "max_positions": 8}, "generate__engine": VLLM}, r"must be at most model.max_positions \(8\)"),
+    ({"generate__engine": VLLM | {"device": "cpu", "sleep": True}}, "sleep needs a GPU and generate.engine.device is 'cpu'"),
     ({"buffer__min_group_members": 9, "algorithm__group_size": 4}, "group_size"),
     ({"generate__engine": VLLM, "generate__sampling__temperature": 0.005},
      r"^generate.sampling.temperature \(0.005\) must be at least 0.01, the lowest that vLLM samples at"),

@@ -121,9 +121,9 @@ def test_a_fork_has_the_settings_of_its_parent_and_begins_with_the_checkpoint(tm
 
 CODE = [
     {"reward.functions": [{"kind": "code_exec", "sandbox": "none"}]},
-    {"generate.engine": {"kind": "vllm", "arguments": {"trust_remote_code": True}}},
-    {"generate.engine": {"kind": "vllm", "arguments": {"worker_cls": "os.system"}}},
-    {"generate.engine": {"kind": "vllm", "arguments": {"logits_processors": "/tmp/mine.py:run"}}},
+    {"generate.engine": {"kind": "vllm", "max_sequence_tokens": 16, "arguments": {"trust_remote_code": True}}},
+    {"generate.engine": {"kind": "vllm", "max_sequence_tokens": 16, "arguments": {"worker_cls": "os.system"}}},
+    {"generate.engine": {"kind": "vllm", "max_sequence_tokens": 16, "arguments": {"logits_processors": "/tmp/mine.py:run"}}},
 ]
 
 

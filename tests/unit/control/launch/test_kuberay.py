@@ -105,7 +105,8 @@ def test_the_nodes_that_would_be_started_are_those_the_run_asks_for():
 
 
 def test_gpus_follow_from_devices_unless_they_are_said() -> None:
-    on_gpus = {"learner": {"device": "cuda", "ranks": 4}, "generate": {"engine": {"kind": "vllm", "tensor_parallel": 2}}}
+    engine = {"kind": "vllm", "tensor_parallel": 2, "max_sequence_tokens": 512}
+    on_gpus = {"learner": {"device": "cuda", "ranks": 4}, "generate": {"engine": engine}}
     config = parse_config({"launch": {"kind": "ray"}, **on_gpus})
     assert [needs_of(config, kind).num_gpus for kind in ("learner", "generator", "reward")] == [4, 2, 0]
     said = parse_config({"launch": {"kind": "ray", "generator": {"num_gpus": 0.5}}})

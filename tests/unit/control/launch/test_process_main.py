@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+import psutil
 import pytest
 import torch
 
@@ -12,6 +13,23 @@ from asyncrl.errors import ConfigError, EngineConfigError, GenerationError, Lear
 from asyncrl.learner.optim.optimizer import build_lowbit
 from asyncrl.schema.control import Fault
 from tests.builders import channel_of, receive
+
+
+async def test_a_process_that_one_of_ours_has_spawned_ends_with_it_however_it_ends() -> None:
+    """As vLLM's engine core, which waits for five minutes if its generator is killed during the start."""
+    script = """
+import multiprocessing, sys, time, asyncrl.pipeline
+sys.modules["__main__"] = asyncrl.pipeline  # as in a process of a run
+spawned = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+spawned.start()
+print(spawned.pid, flush=True)
+spawned.join()
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    child = psutil.Process(int(await parent.stdout.readline()))
+    parent.kill()
+    await parent.wait()
+    await asyncio.to_thread(child.wait, 20)
 
 
 def no_such_device() -> None:

@@ -124,11 +124,11 @@ def test_the_memory_that_is_asked_for_is_enough():
 
 
 def test_vllm_gets_its_share_as_kv_cache_under_a_budget_and_as_a_share_of_the_gpu_without():
-    engine = {"kind": "vllm", "device": "cpu"}
+    engine = {"kind": "vllm", "device": "cpu", "max_sequence_tokens": 512}
     config = beside(engine=engine, device_memory_gib=2.0, generation_share=0.5)
     weights_gib = memory.least_parts(config)[0].num_bytes / 2**30
     assert memory.with_own_memory(config).generate.engine.kv_cache_gib == pytest.approx(0.5 - weights_gib)
-    on_gpu = beside("cuda", engine={"kind": "vllm", "device": "cuda"}, generation_share=0.5)
+    on_gpu = beside("cuda", engine={"kind": "vllm", "device": "cuda", "max_sequence_tokens": 512}, generation_share=0.5)
     assert memory.with_own_memory(on_gpu).generate.engine.gpu_memory_share == 0.25
     assert memory.with_own_memory(parse_config({})) == parse_config({})
 

@@ -1,8 +1,10 @@
 """What `auto` means on this machine, what a dry run says, and what is looked at before a run is started."""
 
 import re
+from importlib.util import find_spec
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl import Run
@@ -15,6 +17,7 @@ from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.models.number_format import hardware_format
 from tests.builders import write_jsonl
 
+WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None or torch.cuda.is_available(), reason="no vLLM for the CPU is installed")
 GOOD = """
 print("imported")
 def task(seed): ...
@@ -166,12 +169,26 @@ def test_a_dry_run_names_what_a_pretrained_model_lacks_for_the_config(tmp_path):
     positions = "max_sequence_tokens is 512; the model was made for 8 positions"
     for fault in (r"extract: '\(' is not a", positions, "token id 13, and the model's vocabulary has 12 tokens"):
         assert re.search(fault, said), said
+    vllm = {"generate": {"engine": {"kind": "vllm", "max_sequence_tokens": 512}}}
+    assert re.search(positions, "\n".join(describe(parse_config({**config, **vllm}))[1]))
     lora = {"learner": {"lora": {"target_modules": ["query"]}}}
     assert re.search(r"target_modules \['query'\]", "\n".join(describe(parse_config({**config, **lora}))[1]))
     assert re.search(r"target_modules \['query'\]", "\n".join(describe(parse_config(lora))[1]))  # of a scratch model
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors is cut off" in "\n".join(describe(parse_config(config))[1])
+
+
+@pytest.mark.parametrize(("num_heads", "engine", "said"), [
+    (1, {"kv_cache_gib": 1e-5}, r"kv_cache_gib \(1e-05\) has no room for one sequence .* set at least 3.1e-05"),
+    (1, {"arguments": {"model": "another"}}, "arguments may not set model"),
+    pytest.param(4, {}, "cannot run attention heads of size 16", marks=WITH_VLLM),
+])  # fmt: skip
+def test_a_dry_run_names_what_vllm_cannot_do(num_heads, engine, said):
+    model = {"kind": "scratch", "hidden_size": 64, "num_layers": 1, "num_heads": num_heads, "max_positions": 64}
+    engine = {"kind": "vllm", "dtype": "float32", "max_sequence_tokens": 16, **engine}
+    (fault,) = describe(parse_config({"model": model, "generate": {"engine": engine, "sampling": {"max_new_tokens": 4}}}))[1]
+    assert re.search(said, fault)
 
 
 def test_a_dry_run_names_what_a_scratch_model_lacks_of_its_task(tmp_path):

@@ -3,21 +3,19 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.generate import VLLMEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineConfigError, GenerationError
 from asyncrl.generate.vllm.checkpoint import ModelFolder, read_folder
-from asyncrl.generate.vllm.launch import engine_arguments, parse_version, socket_folder, where_weights_are
+from asyncrl.generate.vllm.launch import check_settings, engine_arguments, parse_version, socket_folder, where_weights_are
 from asyncrl.learner.model.policy import link_folder
 
 FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32, 512)
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"max_sequence_tokens": 100, "arguments": {"logprobs_mode": "raw_logprobs"}}, "may not set logprobs_mode"),
-    ({"max_sequence_tokens": 4096}, "4096; the model was made for 512"),
-])  # fmt: skip
-def test_what_the_engine_depends_on_and_sequences_too_long_for_the_model_are_refused(settings, said) -> None:
-    with pytest.raises(GenerationError, match=said):
-        engine_arguments(VLLMEngineConfig(**settings), FOLDER, on_cpu=False)
+def test_what_the_engine_depends_on_and_sequences_too_long_for_the_model_are_refused() -> None:
+    with pytest.raises(EngineConfigError, match="may not set logprobs_mode"):
+        check_settings(VLLMEngineConfig(arguments={"logprobs_mode": "raw_logprobs"}), 32)
+    with pytest.raises(EngineConfigError, match="4096; the model was made for 512"):
+        engine_arguments(VLLMEngineConfig(max_sequence_tokens=4096), FOLDER, on_cpu=False)
 
 
 def test_vllm_uses_the_short_factors_of_longrope_as_the_learner_does(longrope_folder: Path) -> None:

@@ -27,7 +27,7 @@ class StubServer:
         self.url = self.key = self.missing = self.silent = self.refuse_next = ""
         self.missing_status = 404
         self.candidate_logprob, self.started_s, self.healthy_after, self.drop_next = 0.0, 1e9, 0, False
-        self.label = "default"
+        self.label, self.dtype = "default", "torch.float32"
         self.calls: list[str] = []
         self.begun, self.may_end = asyncio.Event(), asyncio.Event()
         self._runner: web.AppRunner | None = None
@@ -74,7 +74,13 @@ class StubServer:
         answers = {
             "/version": {"version": self.number},
             "/v1/models": {"data": [{"id": "m", "max_model_len": self.max_model_len}]},
-            "/server_info": {"vllm_config": {"scheduler_config": {"max_num_seqs": 6}, "parallel_config": parallel}},
+            "/server_info": {
+                "vllm_config": {
+                    "scheduler_config": {"max_num_seqs": 6},
+                    "parallel_config": parallel,
+                    "model_config": {"dtype": self.dtype},
+                }
+            },
             "/collective_rpc": {"results": [msgspec.json.encode(LoadReply()).decode()] * self.num_workers},
         }
         return web.json_response(answers.get(request.path, {}))
@@ -119,7 +125,7 @@ async def running(stub: StubServer, folder: Path, clock: Clock | None = None, **
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
-    ({"missing": "/resume"}, "lacks something .*/resume answered 404.* VLLM_SERVER_DEV_MODE=1 vllm serve"),
+    ({"missing": "/resume"}, "lacks something .*/resume answered 404.* VLLM_SERVER_DEV_MODE=1 python -m vllm.* --dtype float32"),
     ({"missing": "/inference/v1/generate"}, "lacks something .*generate answered 404.* --enable-scale-out"),
     ({"candidate_logprob": -0.1}, "reports logprobs of another .* --logprobs-mode processed_logprobs"),
     ({"num_workers": 0}, "cannot take weights from us.* --worker-extension-cls asyncrl"),
@@ -148,6 +154,14 @@ async def test_a_server_that_would_use_the_long_factors_of_longrope_is_refused(s
     stub.max_model_len = 16
     async with running(stub, longrope_folder, max_sequence_tokens=16):
         pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_server_of_another_dtype_than_the_folder_s_is_accepted_with_a_warning(stub, folder, dtype, caplog) -> None:
+    stub.dtype = f"torch.{dtype}"
+    async with running(stub, folder):
+        pass
+    assert ("computes in bfloat16 and the model's folder is float32" in caplog.text) == (dtype == "bfloat16")
 
 
 async def test_a_server_that_comes_up_late_is_waited_for_and_one_left_paused_goes_on(stub, folder) -> None:

@@ -220,7 +220,7 @@ class RunClient:
 
         Args:
             function: A plain or async function (prompt, text) -> reward; an async one scores many samples at once, each within
-                `reward.timeout_s`. A sample for which it raises an error fails.
+                `reward.timeout_s`. A sample for which it raises an error, or is late, fails.
 
         Raises:
             RunError: The run has reward functions of its own, another program scores already, or the run does not answer.
@@ -603,9 +603,11 @@ class Run(RunClient):
             for name in ("model", RECORD_FOLDER, MEMORY_FOLDER, "revisions", "tensorboard", "wandb"):
                 shutil.rmtree(self.run_folder / name, ignore_errors=True)
         try:
-            (self.run_folder / CONFIG_BEFORE).unlink(missing_ok=True)
-            if self._resumed and config_file.exists():
-                shutil.copyfile(config_file, self.run_folder / CONFIG_BEFORE)
+            kept = self.run_folder / CONFIG_BEFORE
+            if not self._resumed:
+                kept.unlink(missing_ok=True)
+            elif config_file.exists() and not kept.exists():  # else the last resume was ended before it was running
+                shutil.copyfile(config_file, kept)
             # A run whose config is cut short cannot be resumed.
             write_whole(config_file, "".join(f"# {choice}\n" for choice in self.choices) + dump_config(self.config))
             (self.run_folder / "logs").mkdir(exist_ok=True)

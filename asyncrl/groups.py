@@ -259,9 +259,11 @@ def _as_prompt(given: PromptLike, name: str) -> Prompt:
         raise ConfigError(f"a prompt must be a text, a dict with `prompt`, or an asyncrl.Prompt; got {given!r}")
     if not isinstance(given.get("prompt"), str) or not isinstance(given.get("answer", ""), str):
         raise ConfigError(f"a prompt must have a text `prompt`, and may have a text `answer`; got {dict(given)!r}")
-    columns = {key: value for key, value in given.items() if key not in {"prompt", "answer"}}
-    try:
-        reference = msgspec.json.encode(columns).decode() if columns else ""
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"a prompt's other values must be JSON: {error}; got {columns!r:.200}") from error
+    columns = dict[str, msgspec.Raw]()
+    for key in given.keys() - {"prompt", "answer"}:
+        try:
+            columns[str(key)] = msgspec.Raw(msgspec.json.encode(given[key]))
+        except (TypeError, ValueError, OverflowError) as error:
+            log.warning("%s of a prompt is left out of its columns: %s", key, error)
+    reference = msgspec.json.encode(columns, order="sorted").decode() if columns else ""
     return Prompt(name, text=given["prompt"], answer=given.get("answer", ""), reference_json=reference)

@@ -182,3 +182,4 @@ def write_revision(run_folder: Path, revision: int, config: RunConfig, what: str
     kept.mkdir(exist_ok=True)
     (kept / f"{revision}.toml").write_text(before, encoding="utf-8")
     write_whole(file, "".join(heading) + f"# revision {revision + 1} {what}\n" + dump_config(config))
+    (run_folder / CONFIG_BEFORE).unlink(missing_ok=True)  # it lacks what was acknowledged now

@@ -84,10 +84,7 @@ def resolve_config(config: ConfigLike, overrides: Overrides = (), source: str = 
     pairs = pairs_of(overrides)
     empty_other_kinds(raw, ((key, value) for key, value, _ in pairs))
     for key, value, given in pairs:
-        is_unset = value in ("none", "null") and any(
-            isinstance(kind, msgspec.inspect.NoneType) for kind in _kinds_at(names_of(key))
-        )
-        set_value(raw, key, None if is_unset else value, given)
+        set_value(raw, key, value, given)
     checked, wrong, gone = take_values(raw)
     said = []
     for fault in wrong:
@@ -228,12 +225,14 @@ def empty_other_kinds(raw: dict[str, Any], overrides: Iterable[tuple[str, Any]])
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - a TOML value
-    """Set `a.b` in nested tables.
+    """Set `a.b` in nested tables; `none` or `null` unsets what may be left out.
 
     Raises:
         ConfigError: `a` is not a table; `given` names the option.
     """
     *parents, last = names_of(key)
+    if value in ("none", "null") and any(isinstance(kind, msgspec.inspect.NoneType) for kind in _kinds_at([*parents, last])):
+        value = None
     for name in parents:
         if raw.get(name) is None:
             raw[name] = {}

@@ -502,10 +502,11 @@ class RunApi:
             return
         if odd := odd_value(made.available):
             raise RunError(f"these weights cannot be announced: {odd}")
-        if not self._run.model_folder:
+        run = self._run
+        if not run.model_folder and (made.model_folder or run.config.generate.num_workers):
             if not made.model_folder:
                 raise RunError("the generators have no model yet: give model_folder with the first version")
-            self._run.know_model(made.model_folder)
+            run.know_model(made.model_folder)
             self._run.tell_model_folder()
         self._run.spread(made.available)
 

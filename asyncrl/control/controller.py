@@ -557,9 +557,10 @@ class Controller:
             self._start_evaluation(done.version)
 
     def _act_on(self, alarm: Alarm) -> None:
-        """Pause or drain the run where the config (observe.alarms) says so for this alarm."""
+        """Pause or drain the run where the config (observe.alarms) says so for this alarm; a hung one cannot drain, and stops."""
         reason = f"alarm {alarm.rule}: {alarm.text}"
-        acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(reason), "stop": ev.DrainRequested(reason)}
+        stop = ev.StopRequested(reason) if alarm.rule == "stall.early" else ev.DrainRequested(reason)
+        acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(reason), "stop": stop}
         event = acts.get(self.config.observe.alarms.get(alarm.rule, "warn"))  # type: ignore[call-overload]
         if event is not None and not self.lifecycle.refusal(event):
             log.warning("because of alarm %s: %s", alarm.rule, type(event).__name__)

@@ -71,7 +71,7 @@ from asyncrl.learner.model.policy import (
     save_adapters,
     save_model,
 )
-from asyncrl.learner.model.sft_warmup import tokenise, warm_start
+from asyncrl.learner.model.sft_warmup import StartAbandoned, tokenise, warm_start
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import Divider, save_whole, whole_tensors
 from asyncrl.learner.ranks.group import Begin, RankLauncher, Ranks, divided_like
@@ -85,6 +85,8 @@ Examples = Callable[[], Sequence[tuple[str, str]]]
 """Makes the task's worked examples, (prompt, completion) each; called only for a warm start."""
 _LOADING = threading.Lock()
 """Held while a model is made or opened: transformers then replaces functions of its own classes, and torch's seed is global."""
+LOOK_S = 1.0
+"""Time between two looks whether a start that waits for _LOADING was given up."""
 SHARD_BYTES = 4 << 30
 VERSIONS_FILE = "versions.jsonl"
 OPTIMIZER, CRITIC, CRITIC_OPTIMIZER = "optimizer.safetensors", "critic.safetensors", "critic_optimizer.safetensors"
@@ -259,7 +261,7 @@ def load_or_make(
         examples: For the warm start of a scratch model.
         alphabet: For the tokenizer of a scratch model.
         launcher: Launcher of the other ranks, which wait for the model on disk; None: there are none.
-        stopped: Called before every step of the warm start.
+        stopped: Called before every step of the warm start, and while another model is opened in this process.
 
     Raises:
         ConfigError: A function of the algorithm cannot be imported, the model's folder is not usable, or the warm start has no
@@ -269,7 +271,10 @@ def load_or_make(
     """
     resolve_functions(config.algorithm)
     folder, metrics = run_folder / "model", {}
-    with _LOADING:
+    while not _LOADING.acquire(timeout=LOOK_S):
+        if stopped():
+            raise StartAbandoned("stopped while another model was opened")
+    try:
         if not (folder / "config.json").is_file():
             metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
         checkpoint = newest_checkpoint(run_folder / "checkpoints")
@@ -283,6 +288,8 @@ def load_or_make(
         saved = load_trainer(checkpoint, train_state) if checkpoint else TrainerState(version=0)
         log.info("at version %d, from %s", saved.version, checkpoint or folder)
         tokenizer = open_tokenizer(folder, trust_remote_code=config.trusts_code)
+    finally:
+        _LOADING.release()
     return InitialState(train_state, tokenizer, saved.version, folder, checkpoint, saved, metrics)
 
 

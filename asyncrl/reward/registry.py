@@ -365,31 +365,35 @@ Reward = Callable[[Prompt, str], float | Awaitable[float]]
 """(prompt, completion) to a reward, plain or async."""
 Ask = Callable[[Judged], Awaitable[list[ScoreRequest]]]
 """Sends scores, and returns the next requests."""
+MOST_CALLS = 64
+"""Maximum number of calls of a connected program's async function at the same time."""
 
 
 async def judge_for(ask: Ask, function: Reward) -> None:
-    """Judge the run's requests until `ask` raises; an async function judges all their samples at once.
+    """Judge the run's requests until `ask` raises; an async function judges up to MOST_CALLS samples at once.
 
-    If the function raises, the sample gets a Score with the reason. An async function that runs past the limit scores 0.
+    If the function raises, or an async one runs past the limit, the sample gets a Score with the reason and fails. It does not
+    score 0: a call may be late because it waited for other calls.
     """
     caller, held, done = uuid.uuid4().hex, set[Member](), asyncio.Queue[Scores]()
+    places = asyncio.Semaphore(MOST_CALLS)
 
     async def score(request: ScoreRequest, index: int, text: str) -> Score:
         limit = asyncio.timeout(request.timeout_s)
         try:
-            given = function(request.prompt, text)
-            if inspect.isawaitable(given):
-                async with limit:
-                    given = await given
+            async with places:
+                given = function(request.prompt, text)
+                if inspect.isawaitable(given):
+                    async with limit:
+                        given = await given
             reward = as_number(given)
         except (Exception, asyncio.CancelledError) as error:  # the boundary: whatever a user's function raises
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            if limit.expired():
-                late = f"the caller's reward ran past reward.timeout_s ({request.timeout_s:g} s)"
-                return Score(index, 0.0, {"caller": 0.0}, over_limit=late)
             said = f"the caller's reward: {type(error).__name__}: {shown(error)}"
+            if limit.expired():
+                said = f"the caller's reward ran past reward.timeout_s ({request.timeout_s:g} s)"
             return Score(index, 0.0, error=said, error_kind=kind_of(error), trace=trace_of(error))
         return Score(index, reward, {"caller": reward})
 

@@ -55,10 +55,9 @@ class Server:
             await self._ask("GET", "/v1/machine", dict)
         except BaseException as error:
             await self._http.close()
-            if isinstance(error, RunLostError):
-                raise LaunchError(f"no daemon answers at {self._url}: {error}") from error
             if isinstance(error, RunError):
-                raise RunError(f"{self._url} refuses: {error}") from error
+                said = f"no daemon answers at {self._url}" if isinstance(error, RunLostError) else f"{self._url} refuses"
+                raise LaunchError(f"{said}: {error}") from error
             raise
         return self
 

@@ -58,6 +58,8 @@ MOST_COMPARED = 50
 MOST_AT_ONCE = 200
 """Maximum number of open requests of one token, streams included."""
 MOST_JUDGED_BYTES = 16 << 20
+PROBE_S = 5.0
+"""Time between two tries of `/readyz` to write the database."""
 """Maximum size of a program's scores; they include errors that its function raised."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
 FILE, MADE = (200, 206, 304), (200, 201)
@@ -111,6 +113,10 @@ class Service:
     """Number of requests by HTTP status."""
     _asking: dict[str, set[asyncio.Task[Any]]] = field(default_factory=dict)
     """Requests that are being answered, by the digest of their token."""
+    _look_s: float = 0.0
+    """When the database is tried next."""
+    _unwritable: str = ""
+    """Why it could not be written."""
     _checkers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "check"))
     """Threads that check submissions, so that a slow check delays no run."""
 
@@ -246,7 +252,9 @@ class Service:
 
     async def readyz(self, _: web.Request) -> web.StreamResponse:
         """Answer 200 if runs are accepted, else 503 with the reason."""
-        reason = self._refusal() or self.records.fault() if self.keeper.settled.is_set() else "runs of before are being looked at"
+        if (now := self.clock.now()) >= self._look_s:  # a write at most every PROBE_S: anybody may ask
+            self._look_s, self._unwritable = now + PROBE_S, self.records.fault()
+        reason = self._refusal() or self._unwritable if self.keeper.settled.is_set() else "runs of before are being looked at"
         return json_response({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     def openapi(self, _request: web.Request) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
 from asyncrl.control.launch.processes import until_gone
 from asyncrl.control.lifecycle.state import GOAL_REACHED
-from asyncrl.control.tools.choices import describe
+from asyncrl.control.tools.choices import examine
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
@@ -113,8 +113,9 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
         if len(sweep.plan.arms) > 1 and smallest_p >= SIGNIFICANT:
             say(f"with {num_seeds} seeds nothing can be told apart: the smallest corrected p is {smallest_p:.2f}")
         unfinished = [cell for cell in sweep.cells if cell.id not in done]
-        for cell in {cell.arm: cell for cell in unfinished if not cell.command}.values():
-            if faults := (await asyncio.to_thread(describe, cell.config))[1]:
+        new = {cell.arm: cell for cell in unfinished if not cell.command and cell.id not in begun}
+        for cell in new.values():
+            if faults := (await asyncio.to_thread(examine, cell.config, devices=False)).faults:
                 raise ConfigError("\n".join([f"the runs of {cell.arm} would fail:", *faults]))
         waiting = iter(unfinished)
         num_done, lines = len(done), JsonLines[CellResult](sweep.results)

@@ -44,7 +44,9 @@ class DrivenRun:
 async def test_other_keys_of_a_prompt_are_its_columns():
     run = DrivenRun()
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        reader = group.create_task(anext(GroupStream(run, [{"prompt": "1+1=", "unit": "m", "of": [1]}], 1, 0, 1, lambda: False)))
+        reader = group.create_task(
+            anext(GroupStream(run, [{"prompt": "1+1=", "unit": "m", "of": [1], "odd": object()}], 1, 0, 1, lambda: False))
+        )
         await until(lambda: run.asked.num_waiting)
         assert run.asked.queue[0].prompt.columns == {"unit": "m", "of": [1]}
         reader.cancel()

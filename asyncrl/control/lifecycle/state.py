@@ -222,7 +222,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                     self._kill(self.processes[name], reason)
                 waited_s = self._now - self._phase_since_s
                 if self.phase == "draining" and waited_s > self.config.drain_timeout_s:
-                    self._end(ok=False, reason=f"draining took {waited_s:.0f} s, {DRAIN_TIMED_OUT}")
+                    self._end(ok=False, reason=f"{self._drain_reason}; draining took {waited_s:.0f} s, {DRAIN_TIMED_OUT}")
             case ev.StepsDone() if not self.goal_reached and self.phase != "draining":
                 self.goal_reached = True
                 self._advance("evaluating" if self.evaluate_last else "draining")

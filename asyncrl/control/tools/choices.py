@@ -53,7 +53,7 @@ KV_CACHE_SHARE = 0.25
 RUN_FOLDERS = ("checkpoints", "keys", "logs", "model", "set_aside", "weights")
 RUN_FILES = ("*.json", "*.jsonl", "*.toml", "*.partial", "*.png", "endpoint", "ledger.sqlite*", "keys/*", "logs/*")
 """Files and folders in a run folder."""
-TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
 MOST_PROMPTS = 2000
 """Maximum number of prompts whose length is checked."""
 PROMPTS, DEVICES = "prompts", "devices"

@@ -79,7 +79,10 @@ async def test_the_snippet_that_hands_in_samples_which_are_checked_scored_and_tr
         )  # fmt: skip
 
     async with asyncrl.Run(tiny(**OUTSIDE | own)) as run:
-        for bad, said in ((sample(1, "3", logprob=float("nan")), "my-generator"), (sample(1, "3", version=9), "version")):
+        for bad, said in (
+            (sample(1, "3", logprob=float("nan")), "sample 1 of the group"),
+            (sample(1, "3", version=9), "version"),
+        ):
             assert said in await names["hand_in"](run.run_folder, prompt, (sample(0, "2"), bad))
         assert await names["hand_in"](run.run_folder, prompt, (sample(0, "2"), sample(1, "3"))) == ""
         taken = await asyncio.wait_for(run.take(), 120)

@@ -189,7 +189,7 @@ async def test_an_async_function_of_a_caller_scores_a_group_s_samples_at_once_an
     right, failed, late = told[0].scores
     assert (right.reward, right.error, right.over_limit) == (0.5, "", "")
     assert ("its own" in failed.error, failed.over_limit) == (True, "")
-    assert (late.reward, late.error, late.over_limit) == (0.0, "", "the caller's reward ran past reward.timeout_s (0.5 s)")
+    assert (late.error, late.over_limit) == ("the caller's reward ran past reward.timeout_s (0.5 s)", "")
 
 
 # -- answer_match ----------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from yarl import URL
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.control.lifecycle.state import GOAL_REACHED
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError, LaunchError, RunError
 from asyncrl.observe.metrics import METRICS
 from asyncrl.observe.sinks import MetricsRow
 from asyncrl.observe.steps import (
@@ -47,7 +47,7 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.reading import MOST_CHUNK_BYTES, MOST_SERIES, SUMS_FILE, json_response, stream
 from asyncrl.serve.records import DATABASE, OPEN, ROLES, SESSION_S, ForbiddenError, Guard, Records, RunRecord, new_token
-from asyncrl.serve.routes import Service
+from asyncrl.serve.routes import PROBE_S, Service
 from tests.builders import write_rows
 from tests.virtual_clock import VirtualClock
 
@@ -514,6 +514,7 @@ async def test_a_daemon_that_cannot_write_its_records_is_not_ready(service, clie
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (answer.status, (await answer.json())["reason"]) == (503, "the daemon cannot write its records: disk I/O error")
+    service.clock = VirtualClock(service.clock.now() + PROBE_S)
     assert (await client.get("/readyz")).status == 200
 
 
@@ -532,7 +533,7 @@ async def test_a_program_resumes_and_forks_runs_and_is_told_of_a_wrong_token(ser
         with pytest.raises(RunError, match="r has no checkpoint 'x'"):
             await server.fork("r", "f", checkpoint="x", project="p", tags=["t"], priority=2)
     for token, said in (("wrong", "is no token of the daemon"), (" ", "is no token of the daemon")):
-        with pytest.raises(RunError, match=rf"^{url} refuses: this {said}: .* POST /v1/tokens"):
+        with pytest.raises(LaunchError, match=rf"^{url} refuses: this {said}: .* POST /v1/tokens"):
             await Server(url, token=token).__aenter__()
 
 

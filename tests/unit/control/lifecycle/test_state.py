@@ -174,11 +174,11 @@ def test_a_process_that_hangs_while_it_leaves_is_killed_once_and_that_is_no_deat
 
 def test_drain_timeout_and_stall_end_badly() -> None:
     told = Told().up()
-    told(ev.DrainRequested())
+    told(ev.DrainRequested("alarm reward.dead"))
     told.now += 119.0
     told(ev.Tick())
     assert told.life.phase == "draining"
-    reason = "draining took 121 s, longer than supervision.drain_timeout_s allows"
+    reason = "alarm reward.dead; draining took 121 s, longer than supervision.drain_timeout_s allows"
     assert told(ev.Tick())[-1] == ev.EndRun(ok=False, reason=reason)
     assert Told().up()(ev.Stalled("learner waits for a batch"))[-1] == ev.EndRun(ok=False, reason="learner waits for a batch")
     told = Told().up()

@@ -169,8 +169,6 @@ def test_a_dry_run_names_what_a_pretrained_model_lacks_for_the_config(tmp_path):
     positions = "max_sequence_tokens is 512; the model was made for 8 positions"
     for fault in (r"extract: '\(' is not a", positions, "token id 13, and the model's vocabulary has 12 tokens"):
         assert re.search(fault, said), said
-    vllm = {"generate": {"engine": {"kind": "vllm", "max_sequence_tokens": 512}}}
-    assert re.search(positions, "\n".join(describe(parse_config({**config, **vllm}))[1]))
     lora = {"learner": {"lora": {"target_modules": ["query"]}}}
     assert re.search(r"target_modules \['query'\]", "\n".join(describe(parse_config({**config, **lora}))[1]))
     assert re.search(r"target_modules \['query'\]", "\n".join(describe(parse_config(lora))[1]))  # of a scratch model

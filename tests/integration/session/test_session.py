@@ -338,7 +338,6 @@ PROMPT_MISTAKES = {
     r"prompts must be several, as a list: \[prompt\]; got \{": lambda session: session.generate(SUMS[0]),
     "a prompt must be a text, a dict with `prompt`, or an asyncrl.Prompt; got 5": lambda session: session.generate([5]),
     "generate takes a list": lambda session: session.generate(iter(SUMS[:1])),
-    "a prompt's other values must be JSON": lambda session: session.generate([{"prompt": "1+1=", "of": object()}]),
     "a prompt must have a text `prompt`": lambda session: session.generate([{"question": "1+1="}]),
     "n must be a whole number": lambda session: session.generate(SUMS[:1], n=1.5),
     "max_new_tokens must be at most .*, got 999": lambda session: session.generate(SUMS[:1], max_new_tokens=999),

@@ -12,6 +12,7 @@ the limit) and takes half the time. So tensors of equal dtype are copied by nump
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -181,7 +182,7 @@ def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy `source` into `target`, of the same shape, changing dtype and device if they differ; keeps no graph."""
     alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
     if alike and source.device.type == target.device.type == "cpu":
-        np.copyto(bytes_of(target), bytes_of(source))
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # as fast as numpy, without its views of the bytes
     else:
         with torch.no_grad():
             target.copy_(source)
@@ -194,8 +195,14 @@ def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for source, target in pairs:
             copy_tensor(source, target)
         return
+    left = iter(pairs)
+
+    def work(_: int) -> None:
+        for source, target in left:  # of one iterator: a future for each pair would take a third of the time
+            copy_tensor(source, target)
+
     with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-copy") as pool:
-        for _ in pool.map(lambda pair: copy_tensor(*pair), pairs):
+        for _ in pool.map(work, range(COPY_THREADS)):
             pass
 
 

@@ -20,6 +20,8 @@ from asyncrl.config import (
 
 LOWEST_VLLM_TEMPERATURE = 0.01
 """vLLM raises lower ones, except 0, to this one."""
+VLLM_CPU_BLOCK_TOKENS = 32
+"""Tokens per block of vLLM's KV cache on a CPU. Its default is 128, and only whole blocks of a prompt are shared."""
 UNCHOSEN_SLOTS = 32
 """Number of slots of an engine with `num_slots = "auto"` outside a run."""
 

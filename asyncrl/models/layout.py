@@ -6,8 +6,8 @@ Invariants:
 - The layout depends only on names, shapes, order and dtypes: every version of a run has the same layout.
 - A bucket is a sequence of complete tensors that are hashed, sent and applied together.
 
-torch copies element by element through the caches; numpy calls memcpy, which bypasses them for large copies (the C library sets
-the limit) and takes half the time. So tensors of equal dtype are copied by numpy.
+torch copies element by element through the caches; the C library's memmove bypasses them for large copies (it sets the limit) and
+takes half the time. So tensors of equal dtype are copied by memmove.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ def copy_out(tensors: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tens
 
 def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy `source` into `target`, of the same shape, changing dtype and device if they differ; keeps no graph."""
-    alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
+    alike = (source.dtype, source.shape) == (target.dtype, target.shape) and source.is_contiguous() and target.is_contiguous()
     if alike and source.device.type == target.device.type == "cpu":
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # as fast as numpy, without its views of the bytes
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         with torch.no_grad():
             target.copy_(source)

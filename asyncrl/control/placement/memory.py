@@ -23,7 +23,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncrl.config.broadcast import CUDAIPCMedium
-from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.config.generate import VLLM_CPU_BLOCK_TOKENS, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.config.learner import ModelConfig, ScratchModel
 from asyncrl.config.places import inference_shares_device, inference_takes_turns, places_of, with_chosen_medium
 from asyncrl.config.run import RunConfig
@@ -45,8 +45,6 @@ from asyncrl.residency.plan import GIB, WORKERS_REFERENCE, check_phases
 from asyncrl.schema.control import Phase
 from asyncrl.weights.media.base import NUM_SLOTS
 
-VLLM_BLOCK_TOKENS = 32
-"""Tokens of a block of vLLM's KV cache on a CPU (generate/vllm/launch.py); on a GPU usually fewer."""
 JUDGING_CHUNK_TOKENS = 1024
 """Number of tokens whose logits exist at once in a reference on an inference worker (inference/models.py)."""
 CHARACTER_VOCABULARY = 64
@@ -333,8 +331,8 @@ def check_engine_cache(config: RunConfig) -> None:
     if not isinstance(engine, VLLMEngineConfig) or not isinstance(model, ScratchModel) or not engine.kv_cache_gib:
         return
     held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
-    blocks = 1 + ceil(min(engine.max_sequence_tokens + 1, model.max_positions) / VLLM_BLOCK_TOKENS)  # vLLM holds one back
-    tokens = blocks * VLLM_BLOCK_TOKENS
+    blocks = 1 + ceil(min(engine.max_sequence_tokens + 1, model.max_positions) / VLLM_CPU_BLOCK_TOKENS)  # vLLM holds one back
+    tokens = blocks * VLLM_CPU_BLOCK_TOKENS
     needed = policy_shape(model).cached_values * tokens * held / engine.tensor_parallel
     if engine.kv_cache_gib * GIB < needed:
         raise ConfigError(

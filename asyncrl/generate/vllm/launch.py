@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from asyncrl.config.generate import VLLMEngineConfig
+from asyncrl.config.generate import VLLM_CPU_BLOCK_TOKENS, VLLMEngineConfig
 from asyncrl.errors import EngineConfigError, GenerationError
 from asyncrl.folders import OwnedFolder
 from asyncrl.generate.engine import EngineRequest, RequestRules
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 EXTENSION = "asyncrl.generate.vllm.worker_extension.WeightsExtension"
 _TESTED = ((0, 26), (0, 32), (0, 33))
-_CPU_BLOCK_TOKENS = 32
-"""Tokens per KV cache block; vLLM's default on a CPU is 128, and only whole blocks of a prompt are shared."""
 _GRACE_S = 5.0
 _STOP_S = 1.5
 """Time for vLLM's engine core to end by itself."""
@@ -166,7 +164,7 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
     if kv_gib:
         arguments["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
     if on_cpu:
-        arguments["block_size"] = _CPU_BLOCK_TOKENS
+        arguments["block_size"] = VLLM_CPU_BLOCK_TOKENS
         # A prompt in two chunks crashes vLLM 0.32 there: it restores a request's random generator in a way that needs a GPU.
         arguments["enable_chunked_prefill"] = False
     if fp32_head:

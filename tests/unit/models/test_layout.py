@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from asyncrl.errors import BroadcastError
-from asyncrl.models.layout import check_manifest, make_manifest
+from asyncrl.models.layout import check_manifest, copy_tensor, copy_tensors, make_manifest
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 
@@ -20,3 +20,13 @@ def test_a_manifest_that_contradicts_itself_is_refused(entries):
     named = tuple(TensorEntry(f"t{number}", *entry) for number, entry in enumerate(entries))
     with pytest.raises(BroadcastError):
         check_manifest(WeightsManifest(named, 128))
+
+
+def test_copies_of_several_tensors_are_exact_and_another_shape_is_refused_before_a_byte_is_written():
+    sources = [torch.arange(number, number + (1 << 20), dtype=torch.int32) for number in range(9)]
+    held = torch.zeros(9 << 20, dtype=torch.int32)
+    copy_tensors(zip(sources, held.chunk(9), strict=True))
+    assert torch.equal(held, torch.cat(sources))
+    with pytest.raises(RuntimeError, match="size"):
+        copy_tensor(sources[1], held[:5])
+    assert torch.equal(held, torch.cat(sources))

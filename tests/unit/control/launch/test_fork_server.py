@@ -74,7 +74,8 @@ async def start(launcher: ForkLauncher, folder: Path, name: str) -> tuple[LocalP
     process = await launcher.start(spec(folder, name))
     async with asyncio.timeout(20):
         pipe = await asyncio.to_thread(open, folder / "life")
-        said = await asyncio.to_thread(pipe.readline)
+        while not (said := await asyncio.to_thread(pipe.readline)):  # a child that is being killed had opened the fifo too
+            await asyncio.sleep(0.01)
     return process, json.loads(said), pipe
 
 
